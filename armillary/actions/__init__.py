@@ -15,6 +15,7 @@ from armillary.actions._conditions import EarlyStopping as EarlyStopping
 from armillary.actions._conditions import NewBestMetric as NewBestMetric
 from armillary.actions._export import ExportFileManager as ExportFileManager
 from armillary.actions._export import ExportModel as ExportModel
+from armillary.actions._export_safetensors import ExportSafetensors as ExportSafetensors
 from armillary.actions._profile import Profile as Profile
 from armillary.actions._save_if_preempted import (
     SaveCheckpointIfPreempted as SaveCheckpointIfPreempted,

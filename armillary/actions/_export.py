@@ -25,6 +25,7 @@ from armillary._records import write_whole
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
+from armillary.pretrained._files import INDEX, UNFINISHED, WHOLE
 from armillary.state._lift import State
 from armillary.state._step_counter import StepCounter, as_step_counter
 from armillary.typing import Output, PyTree
@@ -37,7 +38,8 @@ class ExportFileManager:
     """Names the files of one model, `<base_name>-<id>`, and removes old ones.
 
     `ExportModel` calls `next_name` before it writes, and `clean_up` after that. One
-    program uses a base name at a time.
+    program uses a base name at a time. `ExportSafetensors` makes folders of these
+    names, which count if they hold a complete model.
 
     Args:
         base_name: The beginning of the file names, such as `"runs/digits/export"`. The
@@ -84,24 +86,53 @@ class ExportFileManager:
         return self._last_name
 
     def clean_up(self) -> None:
-        """Removes all except `max_to_keep` files."""
+        """Removes all except `max_to_keep` files, and folders of killed exports."""
+        for path in self._find_killed():
+            path.rmtree(missing_ok=True)
         if self._max_to_keep is None:
             return
         # After a run went back to an earlier step, the newest file has a lower number.
         files = sorted(self.managed_files, key=lambda path: path == self._last_name)
         for path in files[: -self._max_to_keep]:
-            epath.Path(path).unlink(missing_ok=True)
+            _remove(epath.Path(path))
 
     def _find(self) -> list[tuple[int, epath.Path]]:
-        """Returns the numbers and paths of the files, by increasing number."""
+        """Returns the numbers and paths of the exports, by increasing number."""
+        return [pair for pair in self._find_named() if _is_complete(pair[1])]
+
+    def _find_killed(self) -> list[epath.Path]:
+        """Returns folders that an export has begun to write, but not completed."""
+        return [
+            path
+            for _, path in self._find_named()
+            if path.is_dir() and not _is_complete(path) and any(path.glob(UNFINISHED))
+        ]
+
+    def _find_named(self) -> list[tuple[int, epath.Path]]:
+        """Returns the numbers and paths of files and folders with these names."""
         pattern = re.compile(rf"{re.escape(self._base.name)}-(\d+)")
         folder = self._base.parent
         found: list[tuple[int, epath.Path]] = []
         for path in folder.iterdir() if folder.is_dir() else ():
             match = pattern.fullmatch(path.name)
-            if match is not None and path.is_file():
+            if match is not None:
                 found.append((int(match[1]), path))
         return sorted(found)
+
+
+def _is_complete(path: epath.Path) -> bool:
+    """Returns whether a path is a file, or a folder with a model in safetensors."""
+    return path.is_file() or any((path / name).is_file() for name in (WHOLE, INDEX))
+
+
+def _remove(path: epath.Path) -> None:
+    if path.is_file():
+        path.unlink(missing_ok=True)
+        return
+    # ORDER: without these, a folder that is removed only in part is not an export.
+    for name in (WHOLE, INDEX):
+        (path / name).unlink(missing_ok=True)
+    path.rmtree(missing_ok=True)
 
 
 class ExportModel:

@@ -135,7 +135,7 @@ def match(
     _check_names(path, selection, [*saved, *program])
     old = {name: spec for name, spec in saved.items() if selection.has(name)}
     own = {name: spec for name, spec in program.items() if selection.has(name)}
-    differences = _find_differences(old, own)
+    differences = find_differences(old, own)
     matching = old.keys() & own.keys() - differences.keys()
     allowed = (*selection.may_differ, *selection.passing)
     refused = {n: line for n, line in differences.items() if not is_inside(n, allowed)}
@@ -203,18 +203,23 @@ def _find_left(allowed: Collection[str], differences: Iterable[str]) -> set[str]
     return left
 
 
-def _find_differences(saved: Specs, program: Specs) -> dict[str, str]:
-    """Returns a line for each path at which a checkpoint and a program differ."""
+def find_differences(
+    saved: Specs,
+    program: Specs,
+    stored: str = "the checkpoint",
+    own: str = "the program",
+) -> dict[str, str]:
+    """Returns a line for each path at which two sides differ, by their titles."""
     lines: dict[str, str] = {}
     for path in sorted(saved.keys() | program.keys()):
         old = saved.get(path)
-        own = program.get(path)
-        if own is None:
-            lines[path] = f"- {path}: {old}  only in the checkpoint"
+        new = program.get(path)
+        if new is None:
+            lines[path] = f"- {path}: {old}  only in {stored}"
         elif old is None:
-            lines[path] = f"+ {path}: {own}  only in the program"
-        elif old != own:
-            lines[path] = f"~ {path}: {old} in the checkpoint, {own} in the program"
+            lines[path] = f"+ {path}: {new}  only in {own}"
+        elif old != new:
+            lines[path] = f"~ {path}: {old} in {stored}, {new} in {own}"
     return lines
 
 

@@ -159,6 +159,30 @@ def as_whole(leaf: Any) -> Any:
     return _move(leaf, everywhere(mesh))
 
 
+def read_part(leaf: Any, box: tuple[slice, ...]) -> np.ndarray:
+    """Returns a part of an array on the host; all processes must call it.
+
+    The devices send each other this part alone. `box` has a start and a stop for each
+    axis.
+    """
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf[box])
+    sizes = tuple(each.stop - each.start for each in box)
+    if is_on_host(leaf):
+        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+    if leaf.is_fully_replicated:
+        leaf = leaf.addressable_data(0)
+    if sizes == leaf.shape:
+        return np.asarray(as_whole(leaf))
+    devices = list(leaf.sharding.devices_indices_map(leaf.shape))
+    cut = _make_cut(everywhere(Mesh(np.asarray(devices), ("device",))), sizes)
+    starts = np.array([each.start for each in box], np.int32)
+    # CPU devices may run only one program at a time; see `_dispatch`.
+    jax.block_until_ready(leaf)
+    part = jax.block_until_ready(cut(leaf, starts))
+    return np.asarray(part.addressable_data(0))
+
+
 def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
     """Returns an array with another sharding, sent over the network."""
     move = _make_move(sharding)
@@ -171,6 +195,16 @@ def _move(leaf: jax.Array, sharding: Sharding) -> jax.Array:
 def _make_move(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     # Cached, because JAX compiles again for each new function object.
     return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_cut(
+    sharding: Sharding, sizes: tuple[int, ...]
+) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    def cut(array: jax.Array, starts: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(array, starts, sizes)
+
+    return jax.jit(cut, out_shardings=sharding)
 
 
 def on_data(fn: Callable[[jax.Array], Any], keys: jax.Array) -> jax.Array:

@@ -93,8 +93,10 @@ def list_entries() -> dict[str, list[Entry]]:
                 home, doc = value.__name__, value.__doc__
             elif is_own_class(value) or inspect.isroutine(value):
                 home, doc = homes.setdefault(id(value), full_name), value.__doc__
-            else:
+            elif name in aliases:
                 home, doc = f"armillary.typing.{name}", aliases[name]
+            else:  # a value, such as `armillary.pretrained.tied`
+                home, doc = full_name, value.__doc__
             first_line = inspect.cleandoc(doc or "").partition("\n")[0]
             entries[module_name].append(Entry(full_name, home, value, first_line))
     return entries

@@ -27,7 +27,7 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary import data, estimator
+from armillary import data, estimator, pretrained
 from armillary._checks import list_lines
 from tests.meta.test_public_names import PACKAGES
 from tests.records import make_record, write_records
@@ -66,6 +66,9 @@ NOT_TESTED = {
 REFUSING = {
     "armillary.estimator.train_and_evaluate",
     "armillary.plan.plan",
+    "armillary.pretrained.list_tensors",
+    "armillary.pretrained.load",
+    "armillary.pretrained.save",
     "armillary.testing.assert_collectives",
     "armillary.testing.assert_shardings",
     "armillary.testing.assert_strategies_agree",
@@ -266,12 +269,14 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "model_dir": lambda: "estimator",
     "model_fn": lambda: model_fn,
     "name": lambda: "h100",
+    "names": lambda: pretrained.Names([("weight", "kernel"), ("bias", "bias")]),
     "num_buckets": lambda: 3,
     "num_steps": lambda: 1,
     "op": lambda: "sum",
     "path": lambda: "nowhere",
     "paths": lambda: write_records(Path("a.tfrecord"), [make_record({"x": 1.0})]),
     "patience": lambda: 2,
+    "pattern": lambda: "a b -> b a",
     "per_example_loss": lambda: jnp.ones(2),
     "pixels": lambda: np.zeros((2, 2, 3), np.uint8),
     "platform": lambda: "cuda",
@@ -281,8 +286,10 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "request_stop": lambda: function_of_one,
     "rngs": lambda: nnx.Rngs(0),
     "row_length": lambda: 4,
+    "rows": lambda: [("weight", "kernel")],
     "run_dir": lambda: "nowhere",
     "shape": lambda: (),
+    "sizes": lambda: 2,
     "source": lambda: [ROWS],
     "sources": lambda: {"x": ROWS},
     "source_column": lambda: estimator.numeric_column("x"),

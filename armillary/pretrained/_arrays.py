@@ -1,0 +1,75 @@
+"""The arrays of a model that files hold: by path, to read and to replace."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._selection import is_inside
+from armillary.distribute._global_arrays import is_key, read_part
+from armillary.pretrained._views import Box, View
+from armillary.state._slots import Role
+from armillary.state._walk import Walk
+
+_ROOT = "model"
+
+
+class Arrays:
+    """The arrays of a model, without random keys, metrics and optimizers."""
+
+    def __init__(self, model: Any) -> None:
+        # It also refuses a model whose arrays cannot be replaced.
+        self._checkpoint = Checkpoint(**{_ROOT: model})
+        others = _find_others(model)
+        self._leaves = self._checkpoint.read_leaves()
+        self.by_path: dict[str, Any] = {}
+        for path, leaf in self._leaves.items():
+            name = path.removeprefix(f"{_ROOT}/")
+            if path not in others and not is_key(leaf):
+                self.by_path[name] = leaf
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: leaf.shape for path, leaf in self.by_path.items()}
+
+    def replace(self, arrays: Mapping[str, Any]) -> None:
+        """Puts all arrays into the model, or none."""
+        new = {f"{_ROOT}/{path}": array for path, array in arrays.items()}
+        self._checkpoint.write_content({**self._leaves, **new}, {})
+
+
+class ArrayView(View):
+    """An array of a model. All processes must read the same parts in the same order."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+        self.shape = tuple(leaf.shape)
+        self.dtype = np.dtype(leaf.dtype)
+
+    def read(self, box: Box) -> np.ndarray:
+        return read_part(self._leaf, box)
+
+
+def _find_others(model: Any) -> set[str]:
+    """Returns the paths of random state, metrics, optimizers and step counters."""
+    walk = Walk([(model, _ROOT)], finds_plain=False)
+    nodes = walk.nodes.values()
+    # Optimizers of Flax NNX and of Keras.
+    optimizers = [node.path for node in nodes if _is_a(node.value, "Optimizer")]
+    paths: set[str] = set()
+    for slot in walk.slots.values():
+        # The counter next to a key of Flax NNX has no role of its own.
+        is_random = slot.role is Role.RANDOM_KEY or _is_a(slot.variable, "RngState")
+        is_counter = slot.role in (Role.METRIC, Role.FIRST_REPLICA)
+        flags = zip(slot.paths, slot.is_of_optimizer(), strict=True)
+        for path, is_optax in flags:
+            is_inner = is_inside(path, optimizers)
+            if is_random or is_counter or is_optax or is_inner:
+                paths.add(path)
+    return paths
+
+
+def _is_a(value: Any, name: str) -> bool:
+    """Returns whether a value is of a class of this name, without importing it."""
+    return any(base.__name__ == name for base in type(value).__mro__)

@@ -1,0 +1,233 @@
+"""Finds and reads files of safetensors: one file, or several with an index.
+
+The library `safetensors` checks a file when it is opened, and maps it into memory. So a
+part of a tensor is read without the rest of it.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from armillary._checks import check_path, list_lines
+from armillary._optional import import_optional
+from armillary.errors import CheckpointDamageError, CheckpointError
+from armillary.pretrained._views import Box, View, lengths_of
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+UNFINISHED = ".model*.safetensors.incomplete"
+"""The names of files that a save has not completed."""
+
+DTYPES: Mapping[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+}
+"""The names of the format for dtypes that NumPy has, with `ml_dtypes`."""
+
+
+class TensorView(View):
+    """A tensor in an open file."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+        part = file.get_slice(name)
+        self.kind: str = part.get_dtype()
+        self.shape = tuple(part.get_shape())
+        # A tensor of another dtype can be in the file, if nothing uses it.
+        self.dtype = DTYPES.get(self.kind, np.dtype(np.void))
+
+    def read(self, box: Box) -> np.ndarray:
+        lengths = lengths_of(box)
+        if 0 in lengths:
+            return np.empty(lengths, self.dtype)
+        if not box:
+            return self._file.get_tensor(self._name)
+        return read_slice(self._file, self._name, box)
+
+    def __str__(self) -> str:
+        dtype = self.dtype if self.kind in DTYPES else self.kind
+        return f"{dtype} {self.shape}"
+
+
+class HostView(View):
+    """An array of the program, such as one that another reader has read."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = np.asarray(array)
+        self.shape = self._array.shape
+        self.dtype = self._array.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        return self._array[box]
+
+
+def read_slice(file: Any, name: str, box: Box) -> np.ndarray:
+    """Returns a part of a tensor. Every byte of a tensor with axes comes from here."""
+    return file.get_slice(name)[box]
+
+
+class Opened(NamedTuple):
+    """The tensors of a model in files, while these are open."""
+
+    path: str
+    tensors: Mapping[str, View]
+
+    @property
+    def digest(self) -> str:
+        """A text that differs if the names, shapes or dtypes differ."""
+        lines = [f"{name}: {view}" for name, view in sorted(self.tensors.items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def list_tensors(path: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and the dtype of each tensor of a model in safetensors.
+
+    It reads only the headers of the files.
+
+    Args:
+        path: The folder of a model, its index, or one file.
+
+    Returns:
+        A dictionary by the names of the tensors, sorted.
+
+    Raises:
+        ImportError: If `safetensors` is not installed.
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If a tensor has a dtype that NumPy does not have.
+        CheckpointDamageError: If a file is damaged, or one of several is missing.
+    """
+    with open_tensors(path) as opened:
+        check_dtypes(opened, opened.tensors)
+        return {
+            name: jax.ShapeDtypeStruct(view.shape, view.dtype)
+            for name, view in sorted(opened.tensors.items())
+        }
+
+
+@contextlib.contextmanager
+def open_tensors(path: Any) -> Iterator[Opened]:
+    """Opens the files of a model for a while, or looks at a dictionary of arrays."""
+    if isinstance(path, Mapping):
+        views = {name: HostView(array) for name, array in path.items()}
+        yield Opened("a dictionary of arrays", views)
+        return
+    safetensors = import_safetensors()
+    place = as_local_path("path", path)
+    files = _find_files(place)
+    tensors: dict[str, TensorView] = {}
+    with contextlib.ExitStack() as stack:
+        for file, names in files.items():
+            try:
+                reader = stack.enter_context(safetensors.safe_open(file, "np"))
+            except (safetensors.SafetensorError, OSError) as error:
+                raise _damaged(file, str(error)) from error
+            found = reader.keys()
+            missing = sorted(set(names) - set(found))
+            if missing:
+                raise _damaged(file, f"it lacks {missing[0]}, which the index lists")
+            tensors |= {name: TensorView(reader, name) for name in names or found}
+        yield Opened(str(place), tensors)
+
+
+def as_local_path(name: str, value: Any) -> Path:
+    """Returns an absolute path, and refuses an address such as `gs://`."""
+    path = check_path(name, value)
+    if "://" in path:
+        raise ValueError(
+            f"`{name}` is {path!r}, but files of safetensors are mapped into memory, "
+            "so they must be in a file system. Mount the bucket as a folder, or copy "
+            "the files."
+        )
+    return Path(path)
+
+
+def import_safetensors() -> Any:
+    title = "`safetensors`, on which `armillary.pretrained` runs,"
+    return import_optional("safetensors", title, "pretrained")
+
+
+def check_dtypes(opened: Opened, names: Any) -> None:
+    """Raises if a tensor has a dtype that NumPy does not have."""
+    lines: list[str] = []
+    for name in names:
+        view = opened.tensors[name]
+        if isinstance(view, TensorView) and view.kind not in DTYPES:
+            lines.append(f"{name}: {view}")
+    if lines:
+        raise CheckpointError(
+            f"`path` is {opened.path!r}, in which {len(lines)} tensors have a dtype "
+            f"that NumPy does not have:\n{list_lines(lines)}\n"
+            "Convert them to `bfloat16` first, with the library that wrote them. "
+            "Nothing was read."
+        )
+
+
+def _find_files(place: Path) -> dict[Path, list[str]]:
+    """Returns the files of a model, each with its tensors if an index lists them."""
+    if place.is_dir():
+        indices = sorted(place.glob("*.safetensors.index.json"))
+        files = sorted(place.glob("*.safetensors"))
+        whole = place / WHOLE
+        # In this order, as `transformers` reads a folder with both.
+        if whole in files:
+            return {whole: []}
+        if len(indices) == 1:
+            return _read_index(indices[0])
+        if not indices and len(files) == 1:
+            return {files[0]: []}
+        found = [file.name for file in (*indices, *files)]
+        raise FileNotFoundError(
+            f"`path` is {str(place)!r}, but it must be a folder with "
+            f"`{WHOLE}`, with `{INDEX}` and its files, or with one other file of "
+            f"safetensors. It has {', '.join(found[:4]) or 'none of them'}. Use the "
+            "path of one file."
+        )
+    if not place.is_file() or place.suffix not in (".safetensors", ".json"):
+        raise FileNotFoundError(
+            f"`path` is {str(place)!r}, but it must be a file of safetensors, an index "
+            f"such as `{INDEX}`, or a folder with one of them. Download the model "
+            "first, in the format safetensors."
+        )
+    return _read_index(place) if place.suffix == ".json" else {place: []}
+
+
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = {}
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        for name, file in places.items():
+            files.setdefault(index.parent / Path(file).name, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(
+            index, f"it is not an index of safetensors: {error!r}"
+        ) from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise _damaged(index, f"its files are missing: {', '.join(missing[:4])}")
+    return files
+
+
+def _damaged(file: Path, problem: str) -> CheckpointDamageError:
+    return CheckpointDamageError(
+        f"{str(file)!r} is damaged: {problem}. Download it again. Nothing was read.",
+        damage=problem,
+    )

@@ -1,0 +1,191 @@
+"""Loads a model from files of safetensors: compare, read everything, then replace."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from armillary._checks import check_instance, check_one_of
+from armillary._traceback import hides_frames
+from armillary.checkpoint._leaves import as_restored, stored_sharding
+from armillary.checkpoint._selection import (
+    Paths,
+    RestoreReport,
+    as_paths,
+    is_inside,
+)
+from armillary.checkpoint._writer import announcing_errors
+from armillary.cluster._join import get_peers
+from armillary.distribute._global_arrays import place_parts
+from armillary.distribute.replica._program_mesh import without_program_mesh
+from armillary.errors import CheckpointError, CheckpointMismatchError
+from armillary.pretrained._arrays import Arrays
+from armillary.pretrained._files import Opened, check_dtypes, open_tensors
+from armillary.pretrained._match import (
+    Match,
+    cast_to,
+    check_rows,
+    count_differences,
+    find_left,
+    list_differences,
+    match_files,
+)
+from armillary.pretrained._names import Names
+from armillary.pretrained._views import View
+
+_NOTHING = "Nothing was loaded."
+_USE_NAMES = 'Use `names=pretrained.Names([("wte.weight", "embed/embedding"), ...])`.'
+
+
+@hides_frames
+def load(
+    model: Any,
+    path: str | os.PathLike[str] | Mapping[str, Any],
+    names: Names,
+    *,
+    cast: bool = False,
+    may_differ: Paths = (),
+) -> RestoreReport:
+    """Loads a model from files of safetensors, in place.
+
+    Each array keeps its sharding, and each process reads only the parts of its own
+    devices. The files and the model must fit completely, or nothing is loaded. Random
+    keys, metrics and optimizers are not loaded. All processes must call it.
+
+    Args:
+        model: The model, such as an `nnx.Module`, a Keras model, a dictionary of
+            parameters, or a dictionary that holds an Equinox model. Its new arrays
+            exist next to the old ones for a moment.
+        path: The folder of a model, the index of several files
+            (`model.safetensors.index.json`), or one file. Every process must see it. A
+            dictionary of NumPy arrays by name is possible, too, for other formats.
+        names: The table of names.
+        cast: Whether a float of another dtype is cast to the model's dtype. By default,
+            it is a difference.
+        may_differ: Paths in the model, such as `"classifier"`. Each of these parts is
+            loaded completely, or is left as it is.
+
+    Returns:
+        A report: the paths that were loaded and left, and the tensors that were not
+        used.
+
+    Raises:
+        ImportError: If `safetensors` is not installed.
+        TypeError: If `names` is not a `Names`, or the model holds no arrays.
+        ValueError: If an argument has a wrong value, or two rows name one tensor.
+        FileNotFoundError: If there is no such file.
+        CheckpointDamageError: If a file is damaged, or one of several is missing.
+        CheckpointMismatchError: If the files and the model differ.
+        CheckpointError: If processes see different files.
+    """
+    check_instance("names", names, Names, _USE_NAMES)
+    check_one_of("cast", cast, (True, False))
+    parts = as_paths("may_differ", may_differ)
+    peers = get_peers()
+    arrays = Arrays(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_program_mesh())
+        with announcing_errors():
+            opened = stack.enter_context(open_tensors(path))
+        digests = peers.gather("the safetensors to load", opened.digest)
+        # From here to the reading, an error is the same in all processes.
+        _check_same(digests, opened)
+        match = _compare(opened, names, arrays, cast, parts)
+        left = find_left(parts, match.differences)
+        taken: dict[str, View] = {}
+        for name, view in match.views.items():
+            if not is_inside(name, left):
+                taken[name] = view
+
+        with announcing_errors():
+            _check_ties(match, arrays)
+            new = {
+                name: _read(cast_to(view, arrays.by_path[name]), arrays.by_path[name])
+                for name, view in taken.items()
+            }
+        # No process may keep its old values if the others have the new ones.
+        peers.gather("the values of safetensors", json.dumps(len(new)))
+        arrays.replace(new)
+    return RestoreReport(
+        path=opened.path,
+        restored=tuple(sorted(taken)),
+        kept=tuple(sorted(arrays.by_path.keys() - taken.keys())),
+        unused=tuple(sorted(opened.tensors.keys() - match.used)),
+        differences=tuple(match.differences.values()),
+    )
+
+
+def _check_same(digests: list[str], opened: Opened) -> None:
+    others = [i for i, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"`path` is {opened.path!r}, whose tensors are not the same in process "
+            f"{others[0]} of {len(digests)} as in process 0. Put the files into a "
+            f"directory that all processes see. {_NOTHING}"
+        )
+
+
+def _compare(
+    opened: Opened, names: Names, arrays: Arrays, cast: bool, parts: tuple[str, ...]
+) -> Match:
+    """Returns the views for the model; raises if it differs outside of `parts`."""
+    check_rows(names, arrays.by_path, opened.tensors)
+    match = match_files(names, opened.tensors, arrays.by_path, cast)
+    refused: dict[str, str] = {}
+    for name, line in match.differences.items():
+        if not is_inside(name, parts):
+            refused[name] = line
+    if refused:
+        raise CheckpointMismatchError(
+            f"`path` is {opened.path!r}, and {count_differences(refused)} between it "
+            f"and the model, by the table `names`:\n{list_differences(refused)}\n"
+            "Build the model in the size of the file, or correct the table. "
+            "`(name, None)` is a row for a tensor of no use, and `(None, path)` a row "
+            "for an array that no file has. "
+            f"{_advise(match, arrays, cast)}{_NOTHING}"
+        )
+    check_dtypes(opened, match.used)
+    return match
+
+
+def _advise(match: Match, arrays: Arrays, cast: bool) -> str:
+    """Returns a hint if only dtypes differ."""
+    if cast:
+        return ""
+    for name, view in match.views.items():
+        leaf = arrays.by_path.get(name)
+        is_float = leaf is not None and cast_to(view, leaf) is not view
+        if is_float and name in match.differences:
+            return "`cast=True` casts floats to the model's dtypes. "
+    return ""
+
+
+def _check_ties(match: Match, arrays: Arrays) -> None:
+    """Raises if a tied tensor differs from the other one, where this process reads."""
+    for name, path, view in match.ties:
+        other = match.views.get(path)
+        leaf = arrays.by_path.get(path)
+        if other is None or leaf is None:
+            continue
+        indices = leaf.sharding.addressable_devices_indices_map(tuple(leaf.shape))
+        parts = {str(index): index for index in indices.values()}
+        same = view.shape == other.shape
+        for index in parts.values():
+            same = same and np.array_equal(view[index], other[index])
+        if not same:
+            raise CheckpointMismatchError(
+                f"`names` marks {name!r} as tied to `{path}`, but their values differ "
+                "in the file. Build the model with an array of its own for it, and "
+                f"name that array in the row. {_NOTHING}"
+            )
+
+
+def _read(view: View, leaf: Any) -> Any:
+    """Returns the values of a view as an array like the one of the model."""
+    sharding = stored_sharding(leaf)
+    if sharding is None:
+        return as_restored(view.read_whole(), leaf)
+    return place_parts(view, sharding)

@@ -1,0 +1,184 @@
+"""Compares the tensors of files with the arrays of a model, by a table of names."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from armillary._checks import list_lines
+from armillary.checkpoint._selection import find_differences, is_inside
+from armillary.pretrained._links import Link, Numbers, link_files
+from armillary.pretrained._names import Names, Pattern
+from armillary.pretrained._views import Cast, Stacked, View
+
+Tensors = Mapping[str, View]
+"""The tensors of files, by name."""
+Leaves = Mapping[str, Any]
+"""The arrays of a model, by path."""
+
+
+@dataclasses.dataclass
+class Match:
+    """The comparison of files with a model.
+
+    Attributes:
+        views: The values for the arrays of the model, by path.
+        ties: Views of tensors that must be equal to the value of a path.
+        used: The tensors that rows name, except rows for tensors of no use.
+        differences: A line for each array or tensor that does not fit, by its name.
+    """
+
+    views: dict[str, View]
+    ties: list[tuple[str, str, View]]
+    used: set[str]
+    differences: dict[str, str]
+
+
+def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> Match:
+    """Returns the views for a model, and everything that differs."""
+    match = Match(views={}, ties=[], used=set(), differences={})
+    ignored: set[str] = set()
+    left: set[str] = set()
+    for row in names.rows:
+        if not row.models:
+            ignored |= _find_matching(row.files, tensors)
+        elif not row.files:
+            left |= _find_matching(row.models, arrays)
+        else:
+            for link in link_files(row, tensors, arrays):
+                _add_link(match, link, tensors, arrays)
+    ignored -= match.used
+    left -= match.views.keys()
+
+    saved: dict[str, str] = {}
+    for path, view in match.views.items():
+        may_cast = cast and path in arrays
+        saved[path] = str(cast_to(view, arrays[path]) if may_cast else view)
+    for name in tensors.keys() - match.used - ignored:
+        saved[name] = str(tensors[name])
+    own = {path: _spec(arrays[path]) for path in arrays.keys() - left}
+    lines = find_differences(saved, own, "the file", "the model")
+    # A line of a link says more about its array.
+    match.differences = lines | match.differences
+    return match
+
+
+def check_rows(names: Names, arrays: Collection[str], files: Collection[str]) -> None:
+    """Raises if two rows name one tensor or one array, except tied tensors."""
+    in_files: dict[str, str] = {}
+    in_model: dict[str, str] = {}
+    for row in names.rows:
+        if not (row.files and row.models):
+            continue
+        shown = f"({_show(row.files)}, {_show(row.models)})"
+        _note(in_files, _find_matching(row.files, files), shown)
+        if not row.is_tied:
+            _note(in_model, _find_matching(row.models, arrays), shown)
+
+
+def _note(seen: dict[str, str], found: Collection[str], row: str) -> None:
+    for name in found:
+        if name in seen:
+            raise ValueError(
+                f"`names` has two rows for {name!r}: {seen[name]} and {row}. Remove "
+                "one of them, or mark a tensor that repeats another one with "
+                "`pretrained.tied`."
+            )
+        seen[name] = row
+
+
+def make_views(link: Link, tensors: Tensors) -> list[View]:
+    """Returns a view for each array of a link."""
+    # For each array, the view of each index along the stacked axes.
+    parts: list[dict[Numbers, View]] = [{} for _ in link.paths]
+    for index, names in link.files.items():
+        views: Sequence[View] = [tensors[name] for name in names]
+        for transform in link.row.transforms:
+            views = transform.forward(views)
+        for part, view in zip(parts, views, strict=True):
+            part[index] = view
+    return [_stack(part, link.counts) for part in parts]
+
+
+def count_differences(differences: Collection[str]) -> str:
+    one = len(differences) == 1
+    return "1 array differs" if one else f"{len(differences)} arrays differ"
+
+
+def list_differences(differences: Mapping[str, str]) -> str:
+    """Returns the lines of all differences, for a message."""
+    return list_lines(differences[name] for name in sorted(differences))
+
+
+def find_left(may_differ: Collection[str], differences: Mapping[str, str]) -> set[str]:
+    """Returns the parts of the model that stay, because they hold a difference."""
+    return {
+        part
+        for part in may_differ
+        if any(is_inside(name, [part]) for name in differences)
+    }
+
+
+def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> None:
+    wanted = [name for names in link.files.values() for name in names]
+    missing = [name for name in wanted if name not in tensors]
+    is_absent = len(missing) == len(wanted)
+    match.used |= set(wanted) - set(missing)
+    if is_absent and link.row.is_tied:
+        return
+    if missing or not wanted:
+        shown = ", ".join(missing) or _show(link.row.files)
+        for path in link.paths:
+            spec = f": {_spec(arrays[path])}" if path in arrays else ""
+            match.differences[path] = f"+ {path}{spec}  the file lacks {shown}"
+        return
+    try:
+        views = make_views(link, tensors)
+    except ValueError as error:
+        for path in link.paths:
+            match.differences[path] = f"~ {path}: {wanted[0]} does not fit: {error}"
+        return
+    for path, view in zip(link.paths, views, strict=True):
+        if link.row.is_tied:
+            match.ties.append((wanted[0], path, view))
+        else:
+            match.views[path] = view
+
+
+def _stack(views: Mapping[Numbers, View], counts: Numbers) -> View:
+    """Returns the view of all indices, one axis for each count."""
+    if not counts:
+        return views[()]
+    inner: list[View] = []
+    for place in range(counts[0]):
+        own = {index[1:]: view for index, view in views.items() if index[0] == place}
+        inner.append(_stack(own, counts[1:]))
+    return Stacked(inner)
+
+
+def cast_to(view: View, leaf: Any) -> View:
+    """Returns a view in the dtype of an array, if both are floats."""
+    if view.dtype != leaf.dtype and _may_cast(view.dtype, leaf.dtype):
+        return Cast(view, leaf.dtype)
+    return view
+
+
+def _may_cast(old: Any, new: Any) -> bool:
+    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+
+
+def _spec(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"
+
+
+def _find_matching(patterns: Sequence[Pattern], names: Collection[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        found.update(name for name in names if pattern.match(name) is not None)
+    return found
+
+
+def _show(patterns: Sequence[Pattern]) -> str:
+    return ", ".join(repr(pattern.text) for pattern in patterns)

@@ -1,0 +1,147 @@
+"""Views: arrays that read only the part that is asked for.
+
+A view has the shape and the dtype of an array, and `read` returns a box of it: a start
+and a stop for each axis. A view of a view asks the inner one only for the box that it
+needs. So the part of a model's array on one device becomes parts of tensors in files.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Box = tuple[slice, ...]
+"""A slice without a step for each axis, whose start and stop are numbers."""
+
+
+class View(abc.ABC):
+    """An array of which parts can be read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @abc.abstractmethod
+    def read(self, box: Box) -> np.ndarray:
+        """Returns a part of the array."""
+
+    def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
+        """Returns the part at an index of JAX, whose slices may have no limits."""
+        bounds = [
+            each.indices(size) for each, size in zip(index, self.shape, strict=True)
+        ]
+        return self.read(tuple(slice(start, stop) for start, stop, _ in bounds))
+
+    def read_whole(self) -> np.ndarray:
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class Joined(View):
+    """Views one after another along an axis."""
+
+    def __init__(self, views: Sequence[View], axis: int) -> None:
+        first = _check_alike(views, axis)
+        length = sum(view.shape[axis] for view in views)
+        self._views = views
+        self._axis = axis
+        self.shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+        self.dtype = first.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        wanted = box[self._axis]
+        parts: list[np.ndarray] = []
+        offset = 0
+        for view in self._views:
+            length = view.shape[self._axis]
+            start = max(wanted.start - offset, 0)
+            stop = min(wanted.stop - offset, length)
+            offset += length
+            if start < stop:
+                parts.append(view.read(_with_axis(box, self._axis, start, stop)))
+        if not parts:
+            return np.empty(lengths_of(box), self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, self._axis)
+
+
+class Part(View):
+    """A range of a view along an axis."""
+
+    def __init__(self, view: View, axis: int, start: int, size: int) -> None:
+        self._view = view
+        self._axis = axis
+        self._start = start
+        self.shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
+        self.dtype = view.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        start = box[self._axis].start + self._start
+        stop = box[self._axis].stop + self._start
+        return self._view.read(_with_axis(box, self._axis, start, stop))
+
+
+class Stacked(View):
+    """Views of equal shape, along a new first axis."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        first = _check_alike(views)
+        self._views = views
+        self.shape = (len(views), *first.shape)
+        self.dtype = first.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        result = np.empty(lengths_of(box), self.dtype)
+        for place, view in enumerate(self._views[box[0]]):
+            result[place] = view.read(box[1:])
+        return result
+
+
+class Indexed(View):
+    """One entry of a view along its first axis."""
+
+    def __init__(self, view: View, index: int) -> None:
+        self._view = view
+        self._index = index
+        self.shape = view.shape[1:]
+        self.dtype = view.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        first = slice(self._index, self._index + 1)
+        return self._view.read((first, *box))[0]
+
+
+class Cast(View):
+    """A view with another dtype."""
+
+    def __init__(self, view: View, dtype: Any) -> None:
+        self._view = view
+        self.shape = view.shape
+        self.dtype = np.dtype(dtype)
+
+    def read(self, box: Box) -> np.ndarray:
+        return self._view.read(box).astype(self.dtype)
+
+
+def lengths_of(box: Box) -> list[int]:
+    return [each.stop - each.start for each in box]
+
+
+def _with_axis(box: Box, axis: int, start: int, stop: int) -> Box:
+    return (*box[:axis], slice(start, stop), *box[axis + 1 :])
+
+
+def _check_alike(views: Sequence[View], axis: int | None = None) -> View:
+    """Returns the first view; raises if the others differ, except along an axis."""
+    first = views[0]
+    expected = _without_axis(first.shape, axis)
+    for view in views:
+        is_same = _without_axis(view.shape, axis) == expected
+        if view.dtype != first.dtype or not is_same:
+            raise ValueError(f"{first} and {view} do not go into one array")
+    return first
+
+
+def _without_axis(shape: Sequence[int], axis: int | None) -> list[int]:
+    return [size for place, size in enumerate(shape) if place != axis]

@@ -1,0 +1,1 @@
+"""A decoder with the weights of Llama, Qwen2 or Gemma."""

@@ -1,0 +1,238 @@
+"""Tests that everything that does not fit is an error, and changes nothing."""
+
+import json
+import re
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from armillary import pretrained
+from armillary.errors import (
+    CheckpointDamageError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
+from armillary.pretrained import _files
+from tests.pretrained.models import (
+    NAMES,
+    ROWS,
+    Model,
+    make_tensors,
+    read_model,
+)
+
+
+def test_everything_that_differs_is_one_error_and_nothing_changes(tmp_path):
+    tensors = make_tensors(num_layers=4)
+    del tensors["k.weight"], tensors["h.1.up.bias"]
+    tensors["wte.weight"] = tensors["wte.weight"].astype(np.float16)
+    tensors["q.weight"] = tensors["q.weight"][:3]
+    tensors["visual.weight"] = np.zeros(2, np.float32)
+    tensors["norm.2.weight"] = np.zeros(2, np.float32)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    model = Model()
+    before = read_model(model)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.load(model, path, NAMES)
+    text = str(caught.value)
+    assert text.startswith(f"`path` is {str(path)!r}, and 7 arrays differ between it")
+    for line in (
+        "+ blocks/up/bias: float32 (3, 8)  the file lacks h.1.up.bias\n",
+        "~ blocks/up/kernel: float32 (4, 4, 8) in the file, float32 (3, 4, 8) in the",
+        "~ embed/embedding: float16 (6, 4) in the file, float32 (6, 4) in the model",
+        "+ key/kernel: float32 (4, 2)  the file lacks k.weight\n",
+        "- norms/2/scale: float32 (2,)  only in the file\n",
+        "~ query/kernel: q.weight does not fit: the axis of size 3 is no heads x size",
+        "- visual.weight: float32 (2,)  only in the file\n",
+        "Nothing was loaded.",
+    ):
+        assert line in text, text
+    for name, value in read_model(model).items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_a_number_that_is_too_large_to_list_is_a_difference(tmp_path):
+    tensors = {f"h.{10**12}.w": np.zeros(2, np.float32)}
+    names = pretrained.Names([("h.{layer}.w", "w")])
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.load({"w": jnp.zeros((1, 2))}, tensors, names)
+    assert "the file lacks 'h.{layer}.w'" in str(caught.value)
+
+
+def test_a_model_that_the_table_does_not_name_is_not_saved(tmp_path):
+    names = pretrained.Names([*ROWS[1:5], *ROWS[6:]])
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.save(Model(), tmp_path / "new", names)
+    text = str(caught.value)
+    assert "2 arrays differ" in text
+    assert "+ embed/embedding: float32 (6, 4)  only in the model" in text
+    assert "+ key/kernel: float32 (4, 2)  only in the model" in text
+    assert "Nothing was saved." in text
+    assert not (tmp_path / "new").exists()
+
+    names = pretrained.Names([*ROWS[1:], (None, "embed/embedding")])
+    (path,) = pretrained.save(Model(), tmp_path / "new", names)
+    assert "wte.weight" not in load_file(path)
+
+
+def test_an_array_that_does_not_fit_its_row_is_not_saved(tmp_path):
+    names = pretrained.Names(
+        [
+            ("{layer}.w", "w"),
+            ("v", "v", pretrained.rearrange("(a b) -> a b", b=3)),
+            ("uv", ("u", "t"), pretrained.split((2, 2), axis=0)),
+        ]
+    )
+    model = {"w": jnp.zeros(()), "v": jnp.zeros((2, 2)), "u": jnp.zeros(3)}
+    model["t"] = jnp.zeros(1)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.save(model, tmp_path / "x.safetensors", names)
+    text = str(caught.value)
+    assert text.startswith("4 arrays differ between the model and the table `names`")
+    assert "~ w: () has no such axes for {layer}" in text
+    assert "~ v: it does not fit its row: the axis of size 2 is no b" in text
+    assert "~ u: it does not fit its row: float32 (3,) has not 2 along axis 0" in text
+    with pytest.raises(ValueError, match=r"`path` is 'gs://bucket/x', but .*Mount"):
+        pretrained.save(model, "gs://bucket/x", names)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path):
+    model = Model()
+    with pytest.raises(FileNotFoundError, match=r"It has none of them.*one file"):
+        pretrained.load(model, tmp_path, NAMES)
+    with pytest.raises(FileNotFoundError, match=r"Download the model first"):
+        pretrained.load(model, tmp_path / "pytorch_model.bin", NAMES)
+    tensors = make_tensors()
+    for name in ("a", "b"):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"It has a\.safetensors, b\.safetens"):
+        pretrained.load(model, tmp_path, NAMES)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointDamageError, match=r"is damaged: .*Download it again"):
+        pretrained.load(model, path, NAMES)
+
+    index = tmp_path / _files.INDEX
+    for content, message in (
+        ("{}", "it is not an index"),
+        ('{"weight_map": {"x": "c.safetensors"}}', "files are missing: c.safetens"),
+        ('{"weight_map": {"x": "b.safetensors"}}', "it lacks x, which the index"),
+    ):
+        index.write_text(content)
+        with pytest.raises(CheckpointDamageError, match=message):
+            pretrained.load(model, tmp_path, NAMES)
+
+
+def test_a_dtype_that_numpy_does_not_have_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    header = {"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0")
+    names = pretrained.Names([("w", "w")])
+    with pytest.raises(CheckpointError, match=r"w: F8_E4M3 \(2,\)"):
+        pretrained.list_tensors(path)
+    with pytest.raises(CheckpointMismatchError, match=r"~ w: F8_E4M3 \(2,\) in the"):
+        pretrained.load({"w": jnp.zeros(2)}, path, names)
+    pretrained.load(
+        {"v": jnp.zeros(2)}, path, pretrained.Names([("w", None), (None, "v")])
+    )
+
+
+def test_a_disk_that_is_full_changes_no_earlier_file(tmp_path, monkeypatch):
+    model = Model()
+    (path,) = pretrained.save(model, tmp_path / "new", NAMES)
+    before = load_file(path)["wte.weight"]
+    model.embed.embedding[...] = model.embed.embedding[...] + 1.0
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(CheckpointError, match=r"process 0 of 1 .*No space left"):
+            pretrained.save(model, tmp_path / "new", NAMES)
+    np.testing.assert_array_equal(load_file(path)["wte.weight"], before)
+    assert len(list((tmp_path / "new").iterdir())) == 1
+    pretrained.save(model, tmp_path / "new", NAMES)
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["model.safetensors"]
+    np.testing.assert_array_equal(load_file(path)["wte.weight"], before + 1.0)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        pretrained.save(model, f"{path}/inside", NAMES)
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for call in (
+        lambda: pretrained.load(Model(), tmp_path, NAMES),
+        lambda: pretrained.save(Model(), tmp_path, NAMES),
+        lambda: pretrained.list_tensors(tmp_path),
+    ):
+        with pytest.raises(ImportError, match=r"pip install '.\[pretrained\]'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "parts"),
+    [
+        ("x", TypeError, ["`rows` is 'x'", "must be a `list` or `tuple`"]),
+        ([("a",)], TypeError, ["`rows` is ('a',)", "a name in the file"]),
+        ([("a", 3)], TypeError, ["3 must be a name, a tuple of names"]),
+        ([("a", "b", "T")], TypeError, ["'T' must be a transform"]),
+        ([("a.{0}", "b")], ValueError, ["'a.{0}'", "a word in braces"]),
+        ([("a.{x", "b")], ValueError, ["'a.{x'", "a word in braces"]),
+        ([(None, None)], ValueError, ["one of its sides must be a name"]),
+        ([("a", "b.{n}")], ValueError, ["must have the field {n} of the model's"]),
+        ([("a.*", "b")], ValueError, ["`*` may stand only next to `None`"]),
+        ([(("a.{n}", "b"), "c")], ValueError, ["must have the same fields"]),
+        ([("a", None, pretrained.transpose)], ValueError, ["nothing to transform"]),
+        ([("a", ("b", "c"))], ValueError, ["make 1 arrays, and 2 are named. Use `pre"]),
+        ([(("a", "b"), "c")], ValueError, ["2 arrays, and 1 are", "pretrained.join"]),
+        (
+            [(("a", "b"), "c", pretrained.split(2, axis=0))],
+            ValueError,
+            ["`split(2, axis=0)` takes one tensor, but gets 2"],
+        ),
+        (
+            [("a", "c", pretrained.join((2, 3), axis=0))],
+            ValueError,
+            ["`join((2, 3), axis=0)` takes 2 tensors, but gets 1"],
+        ),
+    ],
+)
+def test_a_wrong_row_is_refused(rows, error, parts):
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts))):
+        pretrained.Names(rows)
+
+
+@pytest.mark.parametrize("function", [pretrained.split, pretrained.join])
+def test_wrong_sizes_and_axes_are_refused(function):
+    with pytest.raises(ValueError, match="`axis` is -1, but"):
+        function(2, axis=-1)
+    with pytest.raises(ValueError, match="`sizes` is 0, but"):
+        function((2, 0), axis=0)
+
+
+def test_two_rows_for_one_array_are_refused(tmp_path):
+    params = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
+    save_file(
+        {"a": np.zeros(2, "f4"), "b": np.zeros(2, "f4")}, tmp_path / "x.safetensors"
+    )
+    for rows in ([("a", "w"), ("b", "w")], [("a", "w"), ("a", "v")]):
+        names = pretrained.Names(rows)
+        with pytest.raises(ValueError, match=r"two rows for .*`pretrained\.tied`"):
+            pretrained.load(params, tmp_path, names)
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    model = {"w": jnp.zeros(2)}
+    names = pretrained.Names([("w", "w")])
+    with pytest.raises(TypeError, match=r"`names` is .*pretrained\.Names"):
+        pretrained.load(model, tmp_path, [("w", "w")])
+    with pytest.raises(ValueError, match=r"`dtype` is 'int8'.*dtype=.bfloat16"):
+        pretrained.save(model, tmp_path, names, dtype="int8")
+    with pytest.raises(ValueError, match="`max_file_bytes` is 0"):
+        pretrained.save(model, tmp_path, names, max_file_bytes=0)
