@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 
 import armillary
+from armillary.errors import CheckpointError
 from bert.model import PRESETS, BertClassifier, BertConfig
 from bert.mrpc import read_split
 from bert.pretrained import load_pretrained
@@ -235,7 +236,7 @@ def main() -> None:
         strategy = armillary.MirroredStrategy()
         config = PRESETS[options.preset]
         controller = make_controller(strategy, train, test, config, options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         raise SystemExit(f"{error}") from error
     epoch = count_steps(train)
     result = controller.train_and_evaluate(

@@ -1,68 +1,92 @@
-"""Puts a pretrained BERT into the model of `bert.model`.
+"""Puts a pretrained BERT into the model of `bert.model`, and the table of its names.
 
 Three kinds of files are read: safetensors with the names of Hugging Face, and
 checkpoints of TensorFlow, either with the names of google-research/bert or with the
-objects of the TensorFlow Model Garden. Here every array has the name that
-google-research/bert gave it, without `bert/`, such as
-`encoder/layer_0/attention/self/query/kernel`. A kernel has the shape
-`(inputs, outputs)`.
+objects of the TensorFlow Model Garden. Each has a table of names for
+`armillary.pretrained`. To write a model for `transformers`:
+
+    pretrained.save(model, "tuned", make_names())
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
-
+from armillary import pretrained
+from armillary.errors import CheckpointMismatchError
 from bert.model import PRESETS, BertClassifier
 from bert.tensor_bundle import read_tensor_bundle
+from bert.tensorflow_names import from_tensorflow
 
 # A file may lack these layers. Then they start with random values.
-HEADS = ("pooler/", "classifier/")
-# Arrays that the model does not need: statistics of an optimizer, and the positions
-# from 0 to 511.
-IGNORED = ("/adam_m", "/adam_v", "/position_ids")
+HEADS = ("pooler", "classifier")
+# Parts of the model. Other arrays of TensorFlow belong to an optimizer, for example.
+PARTS = ("embeddings/", "encoder/", "pooler/", "classifier/")
+OF_OPTIMIZER = ("/adam_m", "/adam_v")
 
-# From the names of this model to the names in the file.
-NAMES = {
-    "words": "embeddings/word_embeddings",
-    "positions": "embeddings/position_embeddings",
-    "types": "embeddings/token_type_embeddings",
-    "norm": "embeddings/LayerNorm",
-    "layers/{}/attention/query": "encoder/layer_{}/attention/self/query",
-    "layers/{}/attention/key": "encoder/layer_{}/attention/self/key",
-    "layers/{}/attention/value": "encoder/layer_{}/attention/self/value",
-    "layers/{}/attention/output": "encoder/layer_{}/attention/output/dense",
-    "layers/{}/attention_norm": "encoder/layer_{}/attention/output/LayerNorm",
-    "layers/{}/expand": "encoder/layer_{}/intermediate/dense",
-    "layers/{}/shrink": "encoder/layer_{}/output/dense",
-    "layers/{}/output_norm": "encoder/layer_{}/output/LayerNorm",
-    "pooler": "pooler/dense",
-    "classifier": "classifier",
+# From the modules of this model to the names of Hugging Face.
+EMBEDDINGS = {
+    "words": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "types": "embeddings.token_type_embeddings",
+}
+NORMS = {
+    "norm": "embeddings.LayerNorm",
+    "layers/{layer}/attention_norm": "encoder.layer.{layer}.attention.output.LayerNorm",
+    "layers/{layer}/output_norm": "encoder.layer.{layer}.output.LayerNorm",
+}
+DENSE = {
+    "layers/{layer}/attention/query": "encoder.layer.{layer}.attention.self.query",
+    "layers/{layer}/attention/key": "encoder.layer.{layer}.attention.self.key",
+    "layers/{layer}/attention/value": "encoder.layer.{layer}.attention.self.value",
+    "layers/{layer}/attention/output": "encoder.layer.{layer}.attention.output.dense",
+    "layers/{layer}/expand": "encoder.layer.{layer}.intermediate.dense",
+    "layers/{layer}/shrink": "encoder.layer.{layer}.output.dense",
+    "pooler": "pooler.dense",
 }
 
-# Names in a checkpoint of the TensorFlow Model Garden.
-LAYER = re.compile(
-    r"(\w+/)*layer_with_weights-(?P<number>\d+)/(?P<path>[\w/]+)"
-    r"/\.ATTRIBUTES/VARIABLE_VALUE"
-)
-EMBEDDINGS = [NAMES["words"], NAMES["positions"], NAMES["types"]]
-# The objects in a layer of the encoder.
-OBJECTS = {
-    "_attention_layer/_query_dense": "attention/self/query",
-    "_attention_layer/_key_dense": "attention/self/key",
-    "_attention_layer/_value_dense": "attention/self/value",
-    "_attention_layer/_output_dense": "attention/output/dense",
-    "_attention_output_dense": "attention/output/dense",
-    "_attention_layer_norm": "attention/output/LayerNorm",
-    "_intermediate_dense": "intermediate/dense",
-    "_output_dense": "output/dense",
-    "_output_layer_norm": "output/LayerNorm",
-}
+
+def make_names(prefix: str = "bert.", *, is_old: bool = False) -> pretrained.Names:
+    """Returns the table for files of Hugging Face.
+
+    Args:
+        prefix: The beginning of names of the encoder: `"bert."`, or empty in a file
+            that holds the encoder alone.
+        is_old: Whether the norms have a `gamma` and a `beta`, as in old files.
+    """
+    scale, shift = ("gamma", "beta") if is_old else ("weight", "bias")
+    rows: list[tuple[Any, ...]] = []
+    for path, name in EMBEDDINGS.items():
+        rows.append((f"{prefix}{name}.weight", f"{path}/embedding"))
+    for path, name in NORMS.items():
+        rows.append((f"{prefix}{name}.{scale}", f"{path}/scale"))
+        rows.append((f"{prefix}{name}.{shift}", f"{path}/bias"))
+    dense = {path: f"{prefix}{name}" for path, name in DENSE.items()}
+    for path, name in {**dense, "classifier": "classifier"}.items():
+        rows.append((f"{name}.weight", f"{path}/kernel", pretrained.transpose))
+        rows.append((f"{name}.bias", f"{path}/bias"))
+    # The positions from 0 to 511, and the head for masked words.
+    rows += [("*embeddings.position_ids", None), ("cls.*", None)]
+    return pretrained.Names(rows)
+
+
+def make_tensorflow_names() -> pretrained.Names:
+    """Returns the table for the names of google-research/bert, without `bert/`."""
+
+    def rename(name: str) -> str:
+        return name.replace("layer.{layer}", "layer_{layer}").replace(".", "/")
+
+    rows: list[tuple[Any, ...]] = []
+    for path, name in EMBEDDINGS.items():
+        rows.append((rename(name), f"{path}/embedding"))
+    for path, name in NORMS.items():
+        rows.append((f"{rename(name)}/gamma", f"{path}/scale"))
+        rows.append((f"{rename(name)}/beta", f"{path}/bias"))
+    for path, name in {**DENSE, "classifier": "classifier"}.items():
+        for leaf in ("kernel", "bias"):
+            rows.append((f"{rename(name)}/{leaf}", f"{path}/{leaf}"))
+    return pretrained.Names(rows)
 
 
 def load_pretrained(path: Path, model: BertClassifier) -> str:
@@ -79,68 +103,52 @@ def load_pretrained(path: Path, model: BertClassifier) -> str:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, or is of a model of another size.
+        CheckpointDamageError: If the file is damaged.
+        ValueError: If the file is of a model of another size.
     """
-    arrays = read_arrays(path)
-    variables = {
-        name_in_file(place): ("/".join(map(str, place)), variable)
-        for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
-    problems = []
-    for name, (place, variable) in variables.items():
-        if name not in arrays:
-            if not name.startswith(HEADS):
-                problems.append(f"- {place}: not in the file, as {name}")
-        elif arrays[name].shape != variable.shape:
-            problems.append(
-                f"~ {place}: {arrays[name].shape} in the file, {variable.shape} in "
-                "the model"
-            )
-    unused = sorted(arrays.keys() - variables.keys())
-    problems += [
-        f"+ {name}: {arrays[name].shape} in the file, not in the model"
-        for name in unused
-        if name.startswith(("embeddings/", "encoder/")) and not name.endswith(IGNORED)
-    ]
-    if problems:
-        lines = "  " + shorten(problems, "\n  ")
-        raise ValueError(
-            f"{path} does not fit the model; {len(problems)} arrays differ:\n{lines}\n"
-            f"{find_preset(arrays)} Nothing was read."
-        )
-
-    found = [name for name in variables if name in arrays]
-    for name in found:
-        variable = variables[name][1]
-        variable.set_value(jnp.array(arrays[name], variable.dtype))
-    left = [place for name, (place, _) in variables.items() if name not in arrays]
-    return (
-        f"Read {len(found)} arrays of {path}.\n"
-        f"Not in the file, left as they were: {', '.join(left) or 'none'}.\n"
-        f"In the file, not used: {shorten(unused, ', ') or 'none'}."
-    )
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file by name, for each kind of file."""
     file = find_file(path)
+    unused: list[str] = []
+    source: Any = file
     if file.suffix == ".index":
-        return from_tensorflow(read_tensor_bundle(file.with_suffix("")))
+        arrays = from_tensorflow(read_tensor_bundle(file.with_suffix("")))
+        source = {
+            name: array
+            for name, array in arrays.items()
+            if name.startswith(PARTS) and not name.endswith(OF_OPTIMIZER)
+        }
+        unused = sorted(arrays.keys() - source.keys())
+        found = list(source)
+        names = make_tensorflow_names()
+    else:
+        found = list(pretrained.list_tensors(file))
+        prefix = "bert." if any(name.startswith("bert.") for name in found) else ""
+        is_old = any(name.endswith(".gamma") for name in found)
+        names = make_names(prefix, is_old=is_old)
+
+    missing = [head for head in HEADS if not any(head in name for name in found)]
     try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}. Download it again.") from error
-    return dict(from_hugging_face(name, array) for name, array in tensors.items())
+        report = pretrained.load(model, source, names, cast=True, may_differ=missing)
+    except CheckpointMismatchError as error:
+        raise ValueError(
+            f"{path} does not fit the model. {error}\n{find_preset(found, source)}"
+        ) from error
+    unused += report.unused
+    return (
+        f"Read {len(report.restored)} arrays of {path}.\n"
+        f"Not in the file, left as they were: {', '.join(report.kept) or 'none'}.\n"
+        f"In the file, not used: {shorten(unused)}."
+    )
 
 
 def find_file(path: Path) -> Path:
     """Returns the file of safetensors, or the index of a checkpoint of TensorFlow."""
     if path.is_dir():
-        candidates = [*path.glob("*.safetensors"), *path.glob("*.index")]
+        candidates = [*path.glob("*.safetensors.index.json")]
+        candidates = candidates or [*path.glob("*.safetensors"), *path.glob("*.index")]
     else:
         candidates = [path, Path(f"{path}.index")]
 
-    kinds = (".safetensors", ".index")
+    kinds = (".safetensors", ".index", ".json")
     files = [file for file in candidates if file.suffix in kinds and file.is_file()]
     if len(files) != 1:
         raise FileNotFoundError(
@@ -152,108 +160,15 @@ def find_file(path: Path) -> Path:
     return files[0]
 
 
-def from_tensorflow(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint by the names of google-research/bert."""
-    if any("layer_with_weights-" in name for name in tensors):
-        return from_objects(tensors)
-
-    arrays = {}
-    for name, array in tensors.items():
-        if name == "output_weights":
-            arrays["classifier/kernel"] = array.T
-        elif name == "output_bias":
-            arrays["classifier/bias"] = array
-        else:
-            arrays[name.removeprefix("bert/")] = array
-    return arrays
-
-
-def from_objects(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint that the Model Garden wrote, an encoder.
-
-    Its names are paths of objects, such as
-    `model/layer_with_weights-4/_attention_layer/_query_dense/kernel`. The layers are
-    numbered: three embeddings, a layer norm, the layers of the encoder, and the pooler.
-    """
-    layers: dict[int, dict[str, np.ndarray]] = {}
-    arrays = {}
-    for name, array in tensors.items():
-        match = LAYER.fullmatch(name)
-        if match is None:
-            arrays[name] = array
-        else:
-            layers.setdefault(int(match["number"]), {})[match["path"]] = array
-
-    embeddings = iter(EMBEDDINGS)
-    num_encoder_layers = 0
-    for _, layer in sorted(layers.items()):
-        if "embeddings" in layer:
-            module = {"embeddings": next(embeddings, "embeddings/unknown")}
-        elif "gamma" in layer:
-            module = {leaf: f"embeddings/LayerNorm/{leaf}" for leaf in layer}
-        elif "kernel" in layer:
-            module = {leaf: f"pooler/dense/{leaf}" for leaf in layer}
-        else:
-            prefix = f"encoder/layer_{num_encoder_layers}"
-            module = {path: f"{prefix}/{rename_in_layer(path)}" for path in layer}
-            num_encoder_layers += 1
-        for path, name in module.items():
-            arrays[name] = without_heads(name, layer[path])
-    return arrays
-
-
-def rename_in_layer(path: str) -> str:
-    """Returns the name of an array in a layer, from the names of its objects."""
-    module, _, leaf = path.rpartition("/")
-    return f"{OBJECTS.get(module, module)}/{leaf}"
-
-
-def without_heads(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns an array of attention with its heads side by side in one axis."""
-    if "/attention/self/" in name and name.endswith("/kernel"):
-        return array.reshape(array.shape[0], -1)
-    if "/attention/self/" in name:
-        return array.reshape(-1)
-    if name.endswith("/attention/output/dense/kernel"):
-        return array.reshape(-1, array.shape[-1])
-    return array
-
-
-def from_hugging_face(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Returns name and array for a name and array of Hugging Face, old or new."""
-    name = re.sub(r"\blayer\.(\d+)", r"layer_\1", name.removeprefix("bert."))
-    *module, leaf = name.split(".")
-    module = "/".join(module)
-    if module.endswith("_embeddings"):
-        return module, array
-    if module.endswith("/LayerNorm"):
-        leaf = {"weight": "gamma", "bias": "beta"}.get(leaf, leaf)
-    elif leaf == "weight":
-        leaf, array = "kernel", array.T
-    return f"{module}/{leaf}", array
-
-
-def name_in_file(place: tuple[Any, ...]) -> str:
-    """Returns the name for a parameter of the model."""
-    *module, leaf = place
-    number = next((part for part in module if isinstance(part, int)), None)
-    pattern = "/".join("{}" if isinstance(part, int) else part for part in module)
-    name = NAMES[pattern].format(number)
-    if leaf == "embedding":
-        return name
-    if name.endswith("/LayerNorm"):
-        leaf = {"scale": "gamma", "bias": "beta"}[leaf]
-    return f"{name}/{leaf}"
-
-
-def find_preset(arrays: dict[str, np.ndarray]) -> str:
+def find_preset(names: Iterable[str], source: Any) -> str:
     """Returns a sentence about the size of the model in a file."""
-    found = {int(n) for n in re.findall(r"encoder/layer_(\d+)/", " ".join(arrays))}
-    words = arrays.get("embeddings/word_embeddings")
-    if not found or words is None:
-        names = ", ".join(sorted(arrays)[:3])
-        return f"It does not look like a BERT: it has {names or 'nothing'}."
-    size = (len(found), words.shape[-1])
+    layers = {int(n) for n in re.findall(r"encoder.layer.(\d+)", " ".join(names))}
+    tensors = source if isinstance(source, dict) else pretrained.list_tensors(source)
+    words = [tensors[name] for name in names if "word_embeddings" in name]
+    if not layers or not words:
+        shown = ", ".join(sorted(names)[:3])
+        return f"It does not look like a BERT: it has {shown or 'nothing'}."
+    size = (len(layers), words[0].shape[-1])
     presets = (
         name
         for name, config in PRESETS.items()
@@ -263,8 +178,8 @@ def find_preset(arrays: dict[str, np.ndarray]) -> str:
     return f"The file has {size[0]} layers of size {size[1]}, which is {preset}."
 
 
-def shorten(lines: list[str], separator: str, num_shown: int = 8) -> str:
-    """Returns the first of many lines, and how many there are more."""
-    more = len(lines) - num_shown
-    shown = [*lines[:num_shown], f"... and {more} more"] if more > 0 else lines
-    return separator.join(shown)
+def shorten(names: list[str], num_shown: int = 8) -> str:
+    """Returns the first of many names, and how many there are more."""
+    more = len(names) - num_shown
+    shown = [*names[:num_shown], f"... and {more} more"] if more > 0 else names
+    return ", ".join(shown) or "none"
