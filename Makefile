@@ -226,18 +226,18 @@ test-slow: .venv/dev-installed
 # with the pins of JAX for GPUs. The emulator is a local server that acts as Google's
 # object store.
 .venv-libraries/installed: pyproject.toml constraints.txt
-	@echo "Installing TensorFlow, PyTorch, datasets and gcsfs (a few minutes) ..."
+	@echo "Installing TensorFlow, PyTorch, transformers, datasets and gcsfs (a few minutes) ..."
 	@$(PYTHON) -m venv $(@D)
 	@grep -v '^nvidia' constraints.txt > $(@D)/constraints.txt
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt pip
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install \
 	  -c $(@D)/constraints.txt -e '.[tfdata,torch,huggingface,gcs]' --group dev \
-	  gcp-storage-emulator
+	  gcp-storage-emulator transformers
 	@touch $@
 
 libraries: .venv-libraries/installed
 	.venv-libraries/bin/python -m pytest -n 0 -m "" tests/data/test_libraries.py \
-	  tests/checkpoint/test_object_store.py
+	  tests/checkpoint/test_object_store.py tests/pretrained/test_transformers.py
 
 # The compilers for TPUs and GPUs are not in the environment of the tests: they are large,
 # and with them `import jax` is slow. The versions are those that the pins of JAX ask for.
