@@ -14,6 +14,8 @@ from flax import nnx
 import armillary
 from armillary._process import Process, get_process, set_process
 from armillary.actions import ExportFileManager, ExportModel
+from tests.distribute.contract import MAKERS
+from tests.environment import forget_devices
 from tests.patience import patience
 from tests.problems import MLP, Classifier, make_digits, make_strategy
 
@@ -76,6 +78,87 @@ def test_an_export_runs_without_the_code_that_trained_it(tmp_path):
     assert ended.returncode == 0, ended.stderr
     result = np.load(tmp_path / "result.npy")
     np.testing.assert_allclose(result, model(IMAGES), rtol=1e-6)
+
+
+def make_annotated():
+    """Returns a model whose kernel a `ShardedStrategy` divides along two axes."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "tensor"))
+    return nnx.Linear(4, 2, kernel_init=init, rngs=nnx.Rngs(0))
+
+
+def train_and_export(strategy, name, folder):
+    """Trains a step, exports the model, and returns its outputs for `IMAGES`."""
+
+    def step(state, images):
+        def loss_fn(state):
+            return jnp.mean(nnx.merge(graph, state)(images) ** 2)
+
+        gradients = armillary.all_reduce("mean", jax.grad(loss_fn)(state))
+        return jax.tree.map(lambda old, new: old - new, state, gradients), {}
+
+    graph, state = nnx.split(strategy.make(make_annotated))
+    images = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
+    source = armillary.data.from_arrays(images, batch_size=8)
+    trainer = armillary.StepTrainer(step, state, source, strategy=strategy)
+    before = np.array(trainer.state["kernel"][...])
+    export = ExportModel(
+        lambda images: nnx.merge(graph, trainer.state)(images),
+        ExportFileManager(folder / name),
+        args=(SPEC,),
+        polymorphic_batch_size=True,
+    )
+    controller = armillary.Controller(
+        trainer=trainer,
+        global_step=trainer.global_step,
+        steps_per_loop=1,
+        train_actions=[export],
+    )
+    controller.train(1)
+    kernel = np.array(trainer.state["kernel"][...])
+    assert np.any(kernel != before)
+    return IMAGES @ kernel + np.array(trainer.state["bias"][...])
+
+
+LOAD_ALL = """
+import pathlib
+import sys
+
+sys.modules.update(armillary=None, flax=None)  # An import of them is an error.
+import jax
+import numpy as np
+
+folder = pathlib.Path(sys.argv[1])
+images = np.load(folder / "images.npy")
+for path in (folder / "exports").iterdir():
+    program = jax.export.deserialize(path.read_bytes())
+    assert program.nr_devices == 1
+    outputs = [program.call(images[:size])[-1] for size in (1, 2, 3)]
+    np.save(folder / "results" / path.name, outputs)
+"""
+
+
+@pytest.mark.slow
+def test_an_export_of_each_strategy_runs_on_one_device_without_armillary(tmp_path):
+    for name in ("exports", "results"):
+        (tmp_path / name).mkdir()
+    np.save(tmp_path / "images.npy", IMAGES)
+    expected = {}
+    for name, make_one in MAKERS.items():
+        outputs = train_and_export(make_one(), name, tmp_path / "exports")
+        expected[name] = outputs
+
+    ended = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        cwd=tmp_path,
+        env=forget_devices(),
+    )
+    assert ended.returncode == 0, ended.stderr
+    for name, outputs in expected.items():
+        result = np.load(tmp_path / "results" / f"{name}-0.npy")
+        np.testing.assert_allclose(result, outputs, rtol=1e-5, err_msg=name)
 
 
 def test_any_batch_size_if_it_is_asked_for(tmp_path):
