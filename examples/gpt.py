@@ -66,11 +66,19 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the next activations, of the same shape: `(batch, length, width)`."""
+        query, key, value = self.project(x)
+        attended = jax.nn.dot_product_attention(query, key, value, mask=mask)
+        return self.finish(x, attended)
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """Returns query, key and value: `(3, batch, length, heads, size)`."""
         size = x.shape[-1] // self.num_heads
         projected = self.attention_in(self.norms[0](x))
         heads = projected.reshape(*x.shape[:2], 3, self.num_heads, size)
-        query, key, value = jnp.moveaxis(heads, 2, 0)
-        attended = jax.nn.dot_product_attention(query, key, value, mask=mask)
+        return jnp.moveaxis(heads, 2, 0)
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns the next activations, from the attended values of each head."""
         x = x + self.attention_out(attended.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
