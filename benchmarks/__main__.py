@@ -13,9 +13,9 @@ from rich.console import Console
 
 from benchmarks.cases import Case, choose_cases, default_cases, quick_cases
 from benchmarks.contestants import CONTESTANTS, PEERS
+from benchmarks.environments import find_pythons
 from benchmarks.machine import describe_machine, find_device
 from benchmarks.measure import Settings, measure_case
-from benchmarks.processes import REPOSITORY
 from benchmarks.protocol import CONVOLUTIONS, DATA_KINDS, DTYPES
 from benchmarks.report import SCHEMA, list_reasons, make_table, write_document
 from benchmarks.tasks import TASKS
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     device = find_device()
     cases = _choose_cases(given, device["platform"])
-    pythons = find_peer_pythons(given.peer_python)
+    pythons = find_pythons(given.peer_python)
     settings = Settings(
         rounds=2 if given.quick and given.rounds is None else given.rounds or 5,
         seconds_per_burst=given.seconds_per_burst,
@@ -90,31 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for line in list_reasons(document["cases"]):
         console.print(line, markup=False, soft_wrap=True)
-
-
-def find_peer_pythons(given: Sequence[str]) -> dict[str, str]:
-    """Returns the interpreters of the peers that have an environment.
-
-    Args:
-        given: Entries `NAME=PATH`; other peers are looked for in `.venv-bench-NAME`.
-
-    Raises:
-        SystemExit: If an entry is malformed or names no peer.
-    """
-    found = {}
-    for name in PEERS:
-        path = REPOSITORY / f".venv-bench-{name}" / "bin" / "python"
-        if path.exists():
-            found[name] = str(path)
-    for entry in given:
-        name, _, path = entry.partition("=")
-        if name not in PEERS or not path:
-            raise SystemExit(
-                f"`--peer-python` is {entry!r}, but it must be NAME=PATH with one of "
-                f"{', '.join(PEERS)}, as in `--peer-python orbit=venv/bin/python`."
-            )
-        found[name] = path
-    return found
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -64,7 +64,7 @@ def default_cases(platform: str) -> list[Case]:
 
 def quick_cases() -> list[Case]:
     """Returns tiny versions of every task: they prove the suite, not a speed."""
-    tasks = ("mlp", "many-leaves", "cnn", "bert")
+    tasks = ("mlp", "many-leaves", "cnn", "bert", "gpt")
     return [replace(_case(task, 10), size="small") for task in tasks]
 
 
@@ -98,7 +98,7 @@ def choose_cases(
 
 
 def _accelerator_cases() -> list[Case]:
-    tasks = ("mlp", "many-leaves", "cnn", "bert", "bert-base")
+    tasks = ("mlp", "many-leaves", "cnn", "bert", "bert-base", "gpt")
     cases = [
         _case(task, loop, convolutions="stock")
         for task in tasks

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.tasks import Batch, BertTask, CnnTask, ManyLeavesTask, MlpTask, Task
+from benchmarks.tasks import (
+    Batch,
+    BertTask,
+    CnnTask,
+    GptTask,
+    ManyLeavesTask,
+    MlpTask,
+    Task,
+)
 
 _initial = nnx.initializers.truncated_normal(0.02)
 
@@ -30,6 +38,8 @@ def make_model(task: Task, rngs: nnx.Rngs, dtype: Any) -> Any:
             return Cnn(task, rngs, dtype)
         case BertTask():
             return Bert(task, rngs, dtype)
+        case GptTask():
+            return Gpt(task, rngs, dtype)
         case ManyLeavesTask():
             return ManyLeaves(task, rngs, dtype)
     raise TypeError(
@@ -147,3 +157,59 @@ class Bert(nnx.Module):
         for layer in self.layers:
             x = layer(x, mask)
         return self.classifier(nnx.tanh(self.pooler(x[:, 0])))
+
+
+class GptLayer(nnx.Module):
+    """Attention to earlier words and a small perceptron, each after its own norm."""
+
+    def __init__(self, task: GptTask, rngs: nnx.Rngs, dtype: Any) -> None:
+        size = task.hidden_size
+        dense = partial(nnx.Linear, dtype=dtype, kernel_init=_initial, rngs=rngs)
+        norm = partial(nnx.LayerNorm, size, epsilon=1e-5, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
+        self.attention = nnx.MultiHeadAttention(
+            task.num_heads,
+            size,
+            dtype=dtype,
+            kernel_init=_initial,
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = norm()
+        self.expand = dense(size, task.mlp_size)
+        self.shrink = dense(task.mlp_size, size)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns new values of shape `(batch, length, hidden_size)`."""
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        hidden = nnx.gelu(self.expand(self.mlp_norm(x)), approximate=True)
+        return x + self.shrink(hidden)
+
+
+class Gpt(nnx.Module):
+    """Embeddings, layers, a norm and an output for each word."""
+
+    def __init__(self, task: GptTask, rngs: nnx.Rngs, dtype: Any) -> None:
+        size = task.hidden_size
+        embed = partial(
+            nnx.Embed, features=size, dtype=dtype, embedding_init=_initial, rngs=rngs
+        )
+        self.words = embed(task.num_classes)
+        self.positions = embed(task.sequence_length)
+        self.layers = nnx.List(
+            [GptLayer(task, rngs, dtype) for _ in range(task.num_layers)]
+        )
+        self.norm = nnx.LayerNorm(size, epsilon=1e-5, dtype=dtype, rngs=rngs)
+        self.output = nnx.Linear(
+            size, task.num_classes, dtype=dtype, kernel_init=_initial, rngs=rngs
+        )
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Returns logits of shape `(batch, length, num_classes)`."""
+        length = batch["word_ids"].shape[1]
+        positions = jnp.arange(length)
+        x = self.words(batch["word_ids"]) + self.positions(positions)[None]
+        mask = (positions[:, None] >= positions[None, :])[None, None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.output(self.norm(x))

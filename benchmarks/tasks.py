@@ -40,7 +40,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def make_arrays(self) -> dict[str, np.ndarray]:
-        """Returns the examples, the same on each call; `label` holds the classes."""
+        """Returns the examples, the same on each call; `label` holds the classes.
+
+        A label is an integer for each example, or for each word of an example.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +154,48 @@ class BertTask(Task):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class GptTask(Task):
+    """A decoder that predicts the next word; batch 8, AdamW, no dropout.
+
+    Layer norm comes before attention, before the perceptron and before the output; GELU
+    is the tanh approximation; the output has parameters of its own. The classes are the
+    words, and each word of a sequence has a label: the word that follows. `word_ids`
+    and `label` are int32 of shape `(batch, sequence_length)`.
+    """
+
+    batch_size: int = 8
+    num_examples: int = 4_096
+    num_classes: int = 4_096
+    optimizer: str = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.01
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_heads: int = 4
+    mlp_size: int = 1024
+    sequence_length: int = 128
+
+    def make_arrays(self) -> dict[str, np.ndarray]:
+        """Returns random sentences; the word before tells three words of four."""
+        random = np.random.default_rng(SEED)
+        shape = (self.num_examples, self.sequence_length + 1)
+        words = random.integers(0, self.num_classes, shape, np.int32)
+        successors = random.permutation(self.num_classes).astype(np.int32)
+        is_told = random.random(shape) < 0.75
+        for position in range(1, shape[1]):
+            told = successors[words[:, position - 1]]
+            now = is_told[:, position]
+            words[:, position] = np.where(now, told, words[:, position])
+        return {"word_ids": words[:, :-1].copy(), "label": words[:, 1:].copy()}
+
+
 TASKS = {
     "mlp": MlpTask,
     "cnn": CnnTask,
     "bert": BertTask,
     "bert-base": BertTask,
+    "gpt": GptTask,
     "many-leaves": ManyLeavesTask,
 }
 
@@ -171,6 +211,15 @@ _SMALL = {
         "vocabulary_size": 50,
         "num_examples": 64,
         "batch_size": 8,
+    },
+    "gpt": {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "mlp_size": 32,
+        "sequence_length": 12,
+        "num_classes": 20,
+        "num_examples": 64,
     },
     "many-leaves": {"num_layers": 5, "num_examples": 200, "batch_size": 16},
 }

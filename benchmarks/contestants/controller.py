@@ -51,9 +51,10 @@ class Trainer(armillary.StandardTrainer):
         def step_fn(batch: dict[str, jax.Array]) -> None:
             def loss_fn(model: Any) -> jax.Array:
                 logits = model(batch).astype("float32")
-                return armillary.compute_average_loss(
-                    cross_entropy(logits, batch["label"])
-                )
+                losses = cross_entropy(logits, batch["label"])
+                if losses.ndim > 1:  # a loss for each word
+                    losses = losses.mean(axis=1)
+                return armillary.compute_average_loss(losses)
 
             loss, gradients = nnx.value_and_grad(loss_fn)(self.model)
             gradients = armillary.all_reduce("sum", gradients)
@@ -105,6 +106,21 @@ class ControllerContestant:
         # The loss is an output of the last program: with it, the state is there too.
         return float(self.trainer.loss.compute())
 
+    def save(self, folder: str) -> None:
+        """Writes a checkpoint to its end, with the position in the data."""
+        self.make_checkpoint().write(folder)
+
+    def restore(self, folder: str) -> None:
+        """Restores what `save` wrote."""
+        self.make_checkpoint().restore(folder)
+        self._num_steps = int(self.optimizer.step[...])
+
+    def make_checkpoint(self) -> armillary.Checkpoint:
+        """Returns a checkpoint of everything that changes."""
+        return armillary.Checkpoint(
+            model=self.model, optimizer=self.optimizer, train_dataset=self.dataset
+        )
+
 
 class SavingContestant(ControllerContestant):
     """As `armillary`, with a checkpoint every 100 steps, written in the background."""
@@ -113,11 +129,8 @@ class SavingContestant(ControllerContestant):
         """Returns a manager of a folder that goes away with the process."""
         folder = tempfile.mkdtemp(prefix="armillary-bench-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        checkpoint = armillary.Checkpoint(
-            model=self.model, optimizer=self.optimizer, train_dataset=self.dataset
-        )
         return armillary.CheckpointManager(
-            checkpoint,
+            self.make_checkpoint(),
             folder,
             max_to_keep=2,
             checkpoint_interval=SAVE_INTERVAL,

@@ -29,7 +29,7 @@ def assert_all_agree(task: str, **options) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["mlp", "many-leaves", "cnn", "bert"])
+@pytest.mark.parametrize("task", ["mlp", "many-leaves", "cnn", "bert", "gpt"])
 def test_all_contestants_reach_the_same_losses(task):
     assert_all_agree(task)
 

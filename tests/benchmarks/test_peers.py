@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.__main__ import find_peer_pythons
 from benchmarks.contestants import PEERS
+from benchmarks.environments import find_pythons
 from benchmarks.models import make_model
 from benchmarks.peers.keras import KerasContestant
 from benchmarks.peers.lightning import LightningContestant
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def start(peer: str, task: str, *options: str) -> WorkerProcess:
-    python = find_peer_pythons([]).get(peer)
+    python = find_pythons([]).get(peer)
     if python is None:
         pytest.skip(f"There is no environment for {peer}: `make bench-peers` makes it.")
     command = [python, "-m", "benchmarks.worker", "--contestant", peer]

@@ -22,11 +22,12 @@ def test_data_is_the_same_every_time_and_has_every_class(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_model_gives_one_logit_for_each_class(name):
+def test_model_gives_one_logit_for_each_class_of_a_label(name):
     task = make_task(name, "small")
     batch = {key: array[:3] for key, array in task.make_arrays().items()}
     logits = nnx.eval_shape(lambda: make_model(task, nnx.Rngs(0), "float32")(batch))
-    assert logits.shape == (3, task.num_classes)
+    label = batch["label"]
+    assert logits.shape == (*label.shape, task.num_classes)
 
 
 def count_parameters(name: str) -> tuple[int, int]:
@@ -34,6 +35,20 @@ def count_parameters(name: str) -> tuple[int, int]:
     model = nnx.eval_shape(lambda: make_model(task, nnx.Rngs(0), "float32"))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return len(leaves), sum(leaf.size for leaf in leaves)
+
+
+def test_a_word_is_predicted_from_earlier_words_only():
+    task = make_task("gpt", "small")
+    model = make_model(task, nnx.Rngs(0), "float32")
+    words = task.make_arrays()["word_ids"][:2]
+    changed = words.copy()
+    changed[:, 5:] = (changed[:, 5:] + 1) % task.num_classes
+
+    before = np.asarray(model({"word_ids": words}))
+    after = np.asarray(model({"word_ids": changed}))
+
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.all(np.any(before[:, 5:] != after[:, 5:], axis=-1))
 
 
 @pytest.mark.slow
