@@ -1,17 +1,22 @@
-"""The command lines of `armillary report`, `armillary runs` and `armillary goodput`."""
+"""The command lines of `armillary report`, `armillary runs` and `armillary goodput`.
+
+The files of runs are read with modules that import JAX. They are imported when a
+command runs, so that `--help` is quick.
+"""
 
 import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from armillary._checks import counted, printable
 from armillary._format import add_json, format_time, make_table, print_json, print_out
 from armillary._process import ExitCode
-from armillary.goodput._journal import Goodput, read_goodput
-from armillary.report._page import goodput_cells, make_page, show_number
-from armillary.report._run_files import SPEEDS, RecordedRun, read_runs
+
+if TYPE_CHECKING:
+    from armillary.goodput._journal import Goodput
+    from armillary.report._run_files import RecordedRun
 
 _LINE = 100  # Characters of a line.
 _FEWEST = 24  # Characters of the column with the last values, at least.
@@ -43,6 +48,9 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             f"`--output` is {str(output)!r}, but `{above}` is not a directory in which "
             "this user may write. Name a file in another directory."
         )
+    from armillary.report._page import make_page
+    from armillary.report._run_files import read_runs
+
     runs = read_runs(namespace.run_dirs)
     try:
         page = make_page(runs)
@@ -64,6 +72,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    from armillary.report._run_files import read_runs
+
     runs = read_runs([namespace.directory])
     if namespace.json:
         return lambda: print_json([_as_record(run) for run in runs])
@@ -82,7 +92,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     return lambda: print_out(table)
 
 
-def _as_record(run: RecordedRun) -> dict[str, Any]:
+def _as_record(run: "RecordedRun") -> dict[str, Any]:
     """Returns the facts about a run that `--json` prints."""
     goodput = run.goodput
     best = None
@@ -106,8 +116,10 @@ def _as_record(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _as_row(run: RecordedRun) -> list[str]:
+def _as_row(run: "RecordedRun") -> list[str]:
     """Returns the cells of a run in the table, without its last values."""
+    from armillary.report._page import goodput_cells, show_number
+
     _, time, goodput = goodput_cells(run)
     return [
         printable(run.name),
@@ -129,8 +141,10 @@ def _shorten(values: list[str], fewest: int, room: int) -> str:
     return shown
 
 
-def _last_values(run: RecordedRun) -> list[str]:
+def _last_values(run: "RecordedRun") -> list[str]:
     """Returns the best checkpoint and the last values, evaluations before training."""
+    from armillary.report._run_files import SPEEDS
+
     shown: list[str] = []
     if run.best is not None:
         shown.append(str(run.best))
@@ -152,6 +166,8 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
+    from armillary.goodput._journal import read_goodput
+
     goodput = read_goodput(namespace.run_dir)
     if not namespace.json:
         return lambda: _print_goodput(goodput)
@@ -167,7 +183,7 @@ def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     return lambda: print_json(record)
 
 
-def _print_goodput(goodput: Goodput) -> ExitCode:
+def _print_goodput(goodput: "Goodput") -> ExitCode:
     total = goodput.total_seconds
     rows = [
         (category.label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")

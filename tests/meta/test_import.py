@@ -8,6 +8,7 @@ import pytest
 
 import armillary
 from tests.patience import patience
+from tests.tiers import slow_after_first
 
 OPTIONAL_PACKAGES = (
     "datasets",
@@ -115,6 +116,30 @@ trainer.train(3)
 print("trained", trainer.total, loaded("flax.nnx"))
 print("metrics", armillary.metrics.AUC.__name__, loaded("flax.nnx"))
 """
+
+
+HELP = """
+import sys
+from armillary._cli import main
+
+words = {words}
+try:
+    main([*words, "--help"])
+except SystemExit as error:
+    assert not error.code
+heavy = {{"jax", "numpy", "etils", "flax", "orbax", "rich", "tensorboardX"}}
+print("loaded", sorted(heavy & set(sys.modules)))
+"""
+
+
+@slow_after_first(
+    "command", ["", "runs", "launch", "new", "report", "goodput"], ids=str
+)
+def test_the_help_of_a_command_imports_no_jax(command):
+    result = run_python(HELP.format(words=command.split()))
+    assert result.returncode == 0, result.stderr
+    assert f"usage: armillary {command}".strip() in result.stdout
+    assert result.stdout.splitlines()[-1] == "loaded []"
 
 
 @pytest.mark.parametrize("name", ["nothing", "a.b", "metrics.nothing", ""])
