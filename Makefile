@@ -53,7 +53,7 @@ help:
 	@echo ""
 	@echo "Figures:"
 	@echo "make bench        measure against hand-written loops; about 45 minutes"
-	@echo "make bench-peers  install Keras, Orbit and Lightning for make bench (4 GB)"
+	@echo "make bench-peers  install other libraries for make bench (9 GB)"
 	@echo "make bench-ps     measure parameter servers; about 7 minutes"
 	@echo "make size         print how large and how dense each package is"
 
@@ -97,7 +97,7 @@ bench: .venv/dev-installed
 	$(BIN)/python -m benchmarks.scaling --topologies 4 16 64 256 512 --json bench.json
 
 # Other libraries, each in its own environment: their requirements differ.
-bench-peers: $(foreach peer,keras orbit lightning,.venv-bench-$(peer)/installed)
+bench-peers: $(foreach peer,keras orbit lightning kauldron tunix,.venv-bench-$(peer)/installed)
 
 # The lists are complete. Orbit's package asks for much that Orbit itself does not use, so
 # that nothing else is installed.

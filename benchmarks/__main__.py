@@ -13,9 +13,10 @@ from rich.console import Console
 
 from benchmarks.cases import Case, choose_cases, default_cases, quick_cases
 from benchmarks.contestants import CONTESTANTS, PEERS
-from benchmarks.environments import find_pythons
+from benchmarks.environments import find_pythons, make_environments
 from benchmarks.machine import describe_machine, find_device
 from benchmarks.measure import Settings, measure_case
+from benchmarks.processes import REPOSITORY
 from benchmarks.protocol import CONVOLUTIONS, DATA_KINDS, DTYPES
 from benchmarks.report import SCHEMA, list_reasons, make_table, write_document
 from benchmarks.tasks import TASKS
@@ -47,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=None if Console().is_terminal else 160)
     device = find_device()
     cases = _choose_cases(given, device["platform"])
-    pythons = find_pythons(given.peer_python)
+    folder = given.environments or REPOSITORY
+    if given.environments is not None:
+        chosen = [name for name in given.contestants or PEERS if name in PEERS]
+        for name, reason in make_environments(chosen, folder).items():
+            line = f"{name} could not be installed: {reason}"
+            console.print(line, markup=False, soft_wrap=True)
+    pythons = find_pythons(given.peer_python, folder)
     settings = Settings(
         rounds=2 if given.quick and given.rounds is None else given.rounds or 5,
         seconds_per_burst=given.seconds_per_burst,
@@ -119,6 +126,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="NAME=PATH",
         help="the interpreter of a peer that `make bench-peers` did not install",
+    )
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder for the environments of peers, where missing ones are made",
     )
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="bursts of each contestant (default: 5)"

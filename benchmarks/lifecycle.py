@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--contestants", nargs="+", choices=CONTESTANTS, default=["armillary"]
     )
     parser.add_argument("--peer-python", nargs="+", default=[], metavar="NAME=PATH")
+    parser.add_argument(
+        "--environments", type=Path, default=REPOSITORY, metavar="FOLDER"
+    )
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _work(given)
         return
 
-    pythons = find_pythons(given.peer_python)
+    pythons = find_pythons(given.peer_python, given.environments)
     found = {
         task: measure(task, given.size, given.contestants, pythons)
         for task in given.tasks

@@ -22,11 +22,14 @@ CONTESTANTS = {
     "keras": "benchmarks.peers.keras:KerasContestant",
     "orbit": "benchmarks.peers.orbit:OrbitContestant",
     "lightning": "benchmarks.peers.lightning:LightningContestant",
+    "kauldron": "benchmarks.peers.kauldron:KauldronContestant",
+    "levanter": "benchmarks.peers.levanter:LevanterContestant",
+    "tunix": "benchmarks.peers.tunix:TunixContestant",
 }
 REFERENCES = ("reference-step", "reference-scan")
 SAVE_INTERVAL = 100
 """The interval of the saves of `armillary-saving`."""
-PEERS = ("keras", "orbit", "lightning")
+PEERS = ("keras", "orbit", "lightning", "kauldron", "tunix")
 
 
 class Contestant(Protocol):

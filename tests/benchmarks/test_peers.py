@@ -7,10 +7,14 @@ from flax import nnx
 
 from benchmarks.contestants import PEERS
 from benchmarks.environments import find_pythons
+from benchmarks.lifecycle import list_problems, measure
 from benchmarks.models import make_model
+from benchmarks.peers.kauldron import KauldronContestant
 from benchmarks.peers.keras import KerasContestant
+from benchmarks.peers.levanter import LevanterContestant
 from benchmarks.peers.lightning import LightningContestant
 from benchmarks.peers.orbit import OrbitContestant
+from benchmarks.peers.tunix import TunixContestant
 from benchmarks.processes import WorkerProcess
 from benchmarks.protocol import Options, UnsupportedError
 from benchmarks.tasks import make_task
@@ -58,6 +62,19 @@ def test_peers_train_the_same_model(peer, task):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["mlp", "bert", "gpt"])
+@pytest.mark.parametrize("peer", ["kauldron", "tunix"])
+def test_peers_on_jax_reach_the_losses_of_the_scan_also_after_a_restore(peer, task):
+    pythons = find_pythons([])
+    if peer not in pythons:
+        pytest.skip(f"There is no environment for {peer}: `make bench-peers` makes it.")
+    found = {task: measure(task, "small", [peer], pythons)}
+
+    assert list_problems(found) == []
+    assert len(found[task][peer]["warm"]["losses_after"]) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["keras", "orbit"])
 def test_peers_train_on_several_devices(peer):
     assert_trains(peer, "mlp", "--devices", "2")
@@ -81,6 +98,10 @@ def test_peers_train_on_several_devices(peer):
             {"devices": 2},
             "`devices` is 2, but Lightning s",
         ),
+        (TunixContestant, "gpt", {"devices": 2}, "`devices` is 2, but `tunix` is"),
+        (KauldronContestant, "mlp", {"devices": 2}, "`devices` is 2, .*kauldron"),
+        (KauldronContestant, "mlp", {"data": "resident"}, "`data` is 'resident'"),
+        (LevanterContestant, "mlp", {}, "cannot be imported with JAX 0.10"),
     ],
 )
 def test_an_unfair_comparison_is_refused(contestant, task, options, message):
