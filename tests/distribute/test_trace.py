@@ -62,3 +62,23 @@ def test_a_call_takes_only_what_it_uses():
     )
     (call,) = jax.make_jaxpr(lambda *slots: step.call(slots, []))(*state.read()).eqns
     assert [variable.aval.shape for variable in call.invars] == [(3,)]
+
+
+def test_a_run_on_one_replica_returns_no_array_of_the_state_as_it_was():
+    holder = Holder(w=jnp.ones(3), other=jnp.zeros(2))
+    strategy = DefaultStrategy()
+    flat = FlatState(State([(holder, "")]), strategy)
+    step = trace_step(
+        lambda: strategy.run(double, args=(holder,)),
+        flat,
+        (),
+        user_fn=double,
+        owner="the test",
+    )
+
+    # XLA would compile more arrays for each array that a step changes.
+    [call] = step.program.jaxpr.eqns
+    assert call.params["name"] == "double"
+    assert len(call.outvars) == 2  # the new `w`, and the sum
+    inside = call.params["jaxpr"].jaxpr
+    assert not {*map(id, inside.outvars)} & {*map(id, inside.invars)}
