@@ -2,7 +2,7 @@
 
 python -m benchmarks --json bench.json --contestants ...
 python -m benchmarks.lifecycle --json bench.json --contestants ...
-python -m benchmarks.page bench.json docs/internals/peers.md
+python -m benchmarks.page bench.json peers.md
 """
 
 import argparse
