@@ -98,7 +98,7 @@ run tests '^(FAILED|ERROR)| (passed|failed)' \
   XLA_FLAGS=--xla_force_host_platform_device_count=1 \
   "$python" -m pytest -q -m "not slow" "${tests[@]}"
 
-run speed 'steps/s|FAILED|left out' \
+run speed '^[0-9]+ of [0-9]+:|steps/s \(|FAILED|left out' \
   "$python" -m benchmarks --tasks "${tasks[@]}" "${speed[@]}" \
   --contestants reference-scan armillary --json "$json"
 

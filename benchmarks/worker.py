@@ -37,6 +37,7 @@ _REPORTED = {
     "grain": "grain",
     "jax": "jax",
     "jaxlib": "jaxlib",
+    "kauldron": "kauldron",
     "keras": "keras",
     "lightning": "lightning",
     "numpy": "numpy",
@@ -44,6 +45,7 @@ _REPORTED = {
     "orbit": "tf-models-official",
     "tensorflow": "tensorflow",
     "torch": "torch",
+    "tunix": "google-tunix",
 }
 
 
