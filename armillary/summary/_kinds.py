@@ -70,10 +70,15 @@ class Histogram(Summary):
         self.counts: Any = count_values(as_arrays("values", values))
 
     def read(self, tag: str, step: int) -> Iterator[tuple[Any, ...]]:
-        positive, negative = np.asarray(self.counts, np.int64).reshape(2, -1)
+        counts = np.asarray(self.counts, np.int64)
+        # The sign is the first bit of a bucket's number.
+        positive, negative = counts.reshape(2, -1)
         # The buckets of negative numbers come in the order of their distance from 0.
-        finite = np.concatenate([negative[:_NUM_FINITE][::-1], positive[:_NUM_FINITE]])
-        count = positive.sum() + negative.sum()
+        finite_negative = negative[:_NUM_FINITE][::-1]
+        finite_positive = positive[:_NUM_FINITE]
+        finite = np.concatenate([finite_negative, finite_positive])
+
+        count = counts.sum()
         num_left_out = count - finite.sum()
         if num_left_out:
             text = "%s | step: %d | %d of %d values are not finite, and are left out."
@@ -90,13 +95,16 @@ class Histogram(Summary):
         filled = np.flatnonzero(finite)
         if filled.size:
             first = filled[0]
-            last = filled[-1]
-            yield tag, edges[first : last + 2], finite[first : last + 1]
+            stop = filled[-1] + 1
+            # There is one more edge than buckets.
+            yield tag, edges[first : stop + 1], finite[first:stop]
 
     def __repr__(self) -> str:
         counts = self.counts
-        count = f"{counts.sum()} values" if isinstance(counts, np.ndarray) else "..."
-        return f"Histogram({count})"
+        if not isinstance(counts, np.ndarray):
+            # A tracer has no values, and for an array on a device Python would wait.
+            return "Histogram(...)"
+        return f"Histogram({counts.sum()} values)"
 
 
 @jax.tree_util.register_pytree_node_class
@@ -121,11 +129,14 @@ class Image(Summary):
         self.pixels = as_real_array("pixels", pixels)
         dtype = self.pixels.dtype
         shape = tuple(self.pixels.shape)
-        is_kind = jnp.issubdtype(dtype, jnp.floating) or dtype == np.uint8
-        has_axes = 2 <= len(shape) <= 4 and 0 not in shape
-        has_channels = len(shape) < 3 or shape[-1] in (1, 3, 4)
-        is_shape = has_axes and has_channels
-        if not (is_kind and is_shape):
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        has_dtype = is_floating or dtype == np.uint8
+
+        num_axes = len(shape)
+        has_pixels = 2 <= num_axes <= 4 and 0 not in shape
+        has_channels = num_axes < 3 or shape[-1] in (1, 3, 4)
+        has_shape = has_pixels and has_channels
+        if not (has_dtype and has_shape):
             raise ValueError(
                 f"`pixels` is of dtype {dtype} and shape {shape}, but it must be of "
                 "floats from 0 to 1 or of `uint8`, and of shape ([images,] height, "
@@ -141,13 +152,15 @@ class Image(Summary):
             if not is_in_range.all():
                 text = "%s | step: %d | Pixels are cut off at 0 and 1."
                 logger.warning(text, tag, step)
-            pixels = np.clip(np.nan_to_num(pixels), 0, 1) * 255
+            numbers = np.nan_to_num(pixels)
+            pixels = np.clip(numbers, 0, 1) * 255
             pixels = pixels.round().astype(np.uint8)
 
-        is_one = pixels.ndim < 4
-        if is_one:
+        is_one_image = pixels.ndim < 4
+        if is_one_image:
+            height, width = pixels.shape[:2]
             # An image without channels gets one.
-            yield tag, pixels.reshape(*pixels.shape[:2], -1)
+            yield tag, pixels.reshape(height, width, -1)
             return
         for index, image in enumerate(pixels):
             yield f"{tag}/{index}", image
@@ -173,19 +186,27 @@ class Text(Summary):
 
 def as_arrays(name: str, values: PyTree) -> list[Any]:
     """Returns the leaves of a pytree; at least one must have elements."""
-    leaves = jax.tree.leaves(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+    # The arrays of a `PerReplica` would each count. As a leaf, it is refused.
+    leaves = jax.tree.leaves(values, is_leaf=_is_per_replica)
     arrays = [as_real_array(name, leaf) for leaf in leaves]
     if not any(array.size for array in arrays):
         raise ValueError(f"`{name}` has no elements. Use arrays that have elements.")
     return arrays
 
 
+def _is_per_replica(value: object) -> bool:
+    return isinstance(value, PerReplica)
+
+
 def as_real_array(name: str, value: Any) -> Any:
     """Returns a value, or the value of a variable, as an array of real numbers."""
     arrays = jax.Array | np.ndarray | np.generic
-    if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
+    is_array = isinstance(value, arrays)
+    if not is_array and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # A variable; a `PerReplica` raises.
-    if not isinstance(value, arrays) or not _is_real(value.dtype):
+
+    is_array = isinstance(value, arrays)
+    if not is_array or not _is_real(value.dtype):
         raise TypeError(
             f"`{name}` holds {value!r} of type {type(value).__name__}, but it must be "
             "an array of real numbers. Convert it: `jnp.asarray(value)`."

@@ -17,6 +17,7 @@ from armillary._rising_clock import RisingClock
 
 FILE_NAME = "metrics.jsonl"
 _FIELDS = {"record", "time", "step"}
+# The clock needs only the latest records, and the file of a long run is large.
 _END_BYTES = 1 << 16
 _encode = json.JSONEncoder(allow_nan=False).encode
 _Record: TypeAlias = dict[str, Any]
@@ -37,11 +38,13 @@ class MetricsFile:
         clock: RisingClock | None = None,
     ) -> None:
         path = None
+        # Python itself appends to the file, so it must be local.
         if directory and "://" not in os.fspath(directory):
             path = Path(directory) / FILE_NAME
         self._file = LinesFile(path, "metrics are")
         self._lines: list[str] = []
-        self._waits = is_of_training
+        self._waits_for_start = is_of_training
+
         self._clock = RisingClock() if clock is None else clock
         for line in self._file.read_end(_END_BYTES):
             self._clock.start_after(_read_time(line))
@@ -54,11 +57,14 @@ class MetricsFile:
     def write(self, record: str, step: int, **fields: Any) -> None:
         """Takes a record, for the next `flush`."""
         self.last_step = max(step, self.last_step)
-        self._waits = self._waits and record != "start"
-        if self._waits or not self.is_on:
+        if record == "start":
+            self._waits_for_start = False
+        if self._waits_for_start or not self.is_on:
             return
+
         content = {"record": record, "time": self._clock.now(), "step": step, **fields}
-        self._lines.append(_encode(as_json(content)) + "\n")
+        line = _encode(as_json(content))
+        self._lines.append(line + "\n")
 
     def flush(self) -> None:
         """Appends the records to the file, in one piece."""
@@ -111,7 +117,8 @@ def _read_file(path: Path, folder: str) -> list[tuple[float, _Record]]:
         if not is_valid:
             continue
         values = record.get("values") or {}
-        values.update({name: from_json(value) for name, value in values.items()})
+        for name, value in values.items():
+            values[name] = from_json(value)
         # Within a file, the order of the lines counts, because in a file of an
         # earlier release the clock may go back.
         latest = max(latest, record["time"])
@@ -138,6 +145,7 @@ def _drop_repeated(records: list[_Record]) -> list[_Record]:
                 for key, earlier in kept.items()
                 if _stays(earlier, record["step"], others)
             }
+            # Two attempts may start at the same step, and both records stay.
             key = index
         else:
             # An attempt that has no steps left evaluates the last step again.

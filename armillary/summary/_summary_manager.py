@@ -99,12 +99,14 @@ class SummaryManager:
         check_instance("values", values, Mapping | None, fix)
         entries = list(_find_values(values or {}, ()))
         # This runs on all processes, because each may have a part of an array.
-        known = jax.tree.map(as_local, [value for *_, value in entries])
+        found = [value for _, _, value in entries]
+        local = jax.tree.map(as_local, found)
         if not get_process().is_chief:
             return
+
         step = int(step)
         self._resume_before(step)
-        for (parents, tag, _), value in zip(entries, known, strict=True):
+        for (parents, tag, _), value in zip(entries, local, strict=True):
             if not isinstance(value, Summary):
                 # The array is copied to the host first. Only this process comes here,
                 # so it cannot run a program over the devices of several processes.
@@ -113,6 +115,7 @@ class SummaryManager:
                     self._write(parents, "scalar", tag, float(array), step)
                     continue
                 value = Histogram(array)
+
             for content in value.read(tag, step):
                 self._write(parents, value.kind, *content, step)
 
@@ -171,15 +174,25 @@ class SummaryManager:
         """Calls a method of each writer of a directory that has it."""
         directory = os.path.join(str(self.summary_dir), *parents)
         if directory not in self._writers:
-            writers = [make(directory) for make in self._makers]
-            self._writers[directory] = writers
-            for writer in writers:
-                self._resume(writer)
-        able = [one for one in self._writers[directory] if hasattr(one, method)]
-        if not able and method != "hyperparameters":
+            self._open_writers(directory)
+        writers = self._writers[directory]
+        able = [writer for writer in writers if hasattr(writer, method)]
+
+        # A controller writes hyperparameters for the writers that can, if there are
+        # any. A value that no writer can write is a mistake.
+        is_optional = method == "hyperparameters"
+        if not able and not is_optional:
             raise AttributeError(f"none of the writers has a method {method!r}")
         for writer in able:
-            getattr(writer, method)(*arguments)
+            write = getattr(writer, method)
+            write(*arguments)
+
+    def _open_writers(self, directory: str) -> None:
+        writers = [make(directory) for make in self._makers]
+        self._writers[directory] = writers
+        for writer in writers:
+            # It missed the call for the other writers, when the run was restored.
+            self._resume(writer)
 
 
 def _find_values(
@@ -190,8 +203,10 @@ def _find_values(
         path = (*parents, key)
         is_folder = isinstance(value, Mapping)
         is_name = isinstance(key, str) and key != ""
+        # As a directory, such a key would be outside of `summary_dir`.
         leaves_folder = is_name and (key[0] == "/" or ".." in key.split("/"))
-        if not is_name or (is_folder and leaves_folder):
+        is_refused = is_folder and leaves_folder
+        if not is_name or is_refused:
             raise TypeError(
                 f"`values` has the key {key!r} at {path!r}, but a key must be the name "
                 "of a value, or of a subdirectory. Use a name such as `'loss'`."
@@ -201,7 +216,8 @@ def _find_values(
         elif isinstance(value, int | float | Summary):
             yield parents, key, value
         else:
-            yield parents, key, _as_filled_array("/".join(path), value)
+            name = "/".join(path)
+            yield parents, key, _as_filled_array(name, value)
 
 
 def _as_filled_array(name: str, value: Any) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 from armillary._checks import check_path
 
 _file_numbers = itertools.count()
+_FLOAT = 1  # The number of `DT_FLOAT` in TensorFlow's types.proto.
 
 
 class TensorBoardWriter:
@@ -43,7 +44,11 @@ class TensorBoardWriter:
         self._write(tag, step, simple_value=value)
 
     def histogram(
-        self, tag: str, edges: np.ndarray, counts: np.ndarray, step: int
+        self,
+        tag: str,
+        edges: np.ndarray,
+        counts: np.ndarray,
+        step: int,
     ) -> None:
         """Writes a histogram: the number of values between neighboring `edges`."""
         # Only the last of several empty buckets in a row is kept.
@@ -84,8 +89,9 @@ class TensorBoardWriter:
 
         _, start, _ = hparams(dict(values), {})
         # TensorBoard's reader needs a value in the summary, so this adds one float.
-        start.value[0].tensor.dtype = 1
-        start.value[0].tensor.float_val.append(0.0)
+        tensor = start.value[0].tensor
+        tensor.dtype = _FLOAT
+        tensor.float_val.append(0.0)
         self._write_summary(start, 0)
 
     def resume(self, step: int) -> None:
@@ -117,14 +123,20 @@ class TensorBoardWriter:
 def as_png(pixels: np.ndarray) -> bytes:
     """Returns the file of an image with 1, 3 or 4 channels."""
     height, width, channels = pixels.shape
+    num_bits = 8
     color_type = {1: 0, 3: 2, 4: 6}[channels]
-    header = struct.pack(">2I5B", width, height, 8, color_type, 0, 0, 0)
+    # The zeros are the compression and the filters that all files have, and no
+    # interlacing.
+    header = struct.pack(">2I5B", width, height, num_bits, color_type, 0, 0, 0)
     # Each row begins with the number of its filter: 0 for none.
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))
+    flat = pixels.reshape(height, -1)
+    one_before_each = ((0, 0), (1, 0))
+    rows = np.pad(flat, one_before_each)
+    data = zlib.compress(rows.tobytes())
     return (
         b"\x89PNG\r\n\x1a\n"
         + _as_chunk(b"IHDR", header)
-        + _as_chunk(b"IDAT", zlib.compress(rows.tobytes()))
+        + _as_chunk(b"IDAT", data)
         + _as_chunk(b"IEND", b"")
     )
 

@@ -47,7 +47,8 @@ class WandbWriter:
 
     def __call__(self, directory: str) -> Any:
         """Returns the writer of one directory, which must be in the run's directory."""
-        below = Path(os.path.abspath(directory)).relative_to(self._run_dir)
+        absolute = Path(os.path.abspath(directory))
+        below = absolute.relative_to(self._run_dir)
         if not self._num_writers:
             self._begin()
         self._num_writers += 1
@@ -69,16 +70,23 @@ class WandbWriter:
 
     def _begin(self) -> None:
         id_file = self._run_dir / "wandb_run_id.txt"
-        run_id = id_file.read_text().strip() if id_file.is_file() else ""
+        run_id = ""
+        if id_file.is_file():
+            run_id = id_file.read_text().strip()
         if not run_id:
             # The id is stored first, so that the next attempt uses it even if the
             # program is killed now.
             run_id = uuid.uuid4().hex[:12]
             self._run_dir.mkdir(parents=True, exist_ok=True)
             id_file.write_text(run_id)
+
         self._run = self._wandb.init(
-            id=run_id, resume="allow", dir=str(self._run_dir), **self._options
+            id=run_id,
+            resume="allow",
+            dir=str(self._run_dir),
+            **self._options,
         )
+        # The axis of Weights & Biases counts calls, and its steps cannot go back.
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
@@ -105,5 +113,6 @@ class WandbWriter:
     def _close(self) -> None:
         self._flush()
         self._num_writers -= 1
+        # All managers share the run, so it ends with the last writer.
         if not self._num_writers:
             self._run.finish()
