@@ -51,7 +51,9 @@ def split_in_parts(numbers: jax.Array) -> jax.Array:
     numbers = numbers.astype(jnp.int32)
     low = numbers & _LOW
     rest = numbers >> _BITS  # Negative if the number is.
-    return jnp.stack([low, rest & _LOW, rest >> _BITS])
+    middle = rest & _LOW
+    high = rest >> _BITS
+    return jnp.stack([low, middle, high])
 
 
 @jax.jit
@@ -74,11 +76,14 @@ def split_integers(integers: np.ndarray) -> np.ndarray:
     """Returns the three parts that represent integers of 64 bits."""
     low = integers & _LOW
     middle = (integers >> _BITS) & _LOW
-    return np.stack([low, middle, integers >> 2 * _BITS]).astype(np.int32)
+    high = integers >> 2 * _BITS
+    return np.stack([low, middle, high]).astype(np.int32)
 
 
-# The layout of a float of 32 bits.
+# The layout of a float of 32 bits. Its value is an integer times two to the power of
+# its stored power minus `_BIAS`.
 _MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127 + _MANTISSA_BITS
 _MOST_POWER = 254
 _NOT_FINITE = 255
@@ -88,7 +93,8 @@ _SHIFTS = {256: 0, 65: 2}
 NUM_INTEGERS = 65
 # Marks in the last integer, so that infinities of both signs and NaN are told apart.
 _INFINITY = 1
-_MINUS_INFINITY = 1 << 30
+_MINUS_BITS = 30
+_MINUS_INFINITY = 1 << _MINUS_BITS
 _NAN = _INFINITY + _MINUS_INFINITY
 
 
@@ -129,8 +135,10 @@ def float_parts(
     is_negative = bits < 0
     stored_power = (bits >> _MANTISSA_BITS) & 0xFF
     # The leading 1 is not stored, and the smallest numbers have none.
-    leading = (stored_power > 0).astype(jnp.int32) << _MANTISSA_BITS
-    mantissa = (bits & ((1 << _MANTISSA_BITS) - 1)) + leading
+    has_leading = stored_power > 0
+    leading = has_leading.astype(jnp.int32) << _MANTISSA_BITS
+    mantissa = (bits & _MANTISSA) + leading
+
     mark = jnp.where(is_negative, _MINUS_INFINITY, _INFINITY)
     mark = jnp.where(jnp.isnan(value), _NAN, mark)
 
@@ -142,20 +150,25 @@ def float_parts(
     # A float has 24 bits. 32 bits leave room for three bits of a power and four of a
     # factor, and for the sign.
     for position in range(0, 32, 4):
-        digit = ((factors >> position) & 0xF).astype(np.int32)
+        digit = (factors >> position) & 0xF
+        digit = digit.astype(np.int32)
         if not digit.any():
             continue
+
+        # Numbers without a leading 1 are as far apart as numbers with the power 1.
         power = jnp.maximum(stored_power, 1) + position
         is_finite = (stored_power < _NOT_FINITE) & (power <= _MOST_POWER)
         power_in_integer = power & ((1 << shift) - 1)
         integer = (mantissa * digit) << power_in_integer
         integer = jnp.where(is_negative, -integer, integer)
-        noted = jnp.where(digit > 0, mark, 0)
+        # A factor of 0 leaves a value out, even if it is infinite or NaN.
+        mark_if_used = jnp.where(digit > 0, mark, 0)
 
         place = jnp.where(is_finite, power >> shift, num_integers - 1)
-        added = jnp.where(is_finite, integer, noted)
+        added = jnp.where(is_finite, integer, mark_if_used)
         is_here = places == place[..., None]
-        parts = split_in_parts(jnp.where(is_here, added[..., None], 0))
+        spread = jnp.where(is_here, added[..., None], 0)
+        parts = split_in_parts(spread)
         total = add_parts(total, parts)
     return total
 
@@ -163,14 +176,18 @@ def float_parts(
 def sum_integers(integers: np.ndarray) -> np.ndarray:
     """Returns the sums that the integers of a `FloatSum` represent, in 64 bits."""
     num_integers = integers.shape[-1]
-    powers = np.arange(num_integers - 1) << _SHIFTS[num_integers]
-    terms = np.ldexp(integers[..., :-1].astype(np.float64), powers - _BIAS)
-    rows = terms.reshape(-1, num_integers - 1)
-    sums = np.array([math.fsum(row) for row in rows]).reshape(terms.shape[:-1])
+    num_powers = num_integers - 1
+    powers = np.arange(num_powers) << _SHIFTS[num_integers]
+    finite = integers[..., :-1].astype(np.float64)
+    terms = np.ldexp(finite, powers - _BIAS)
+    rows = terms.reshape(-1, num_powers)
+    # `fsum` rounds once, at the end.
+    sums = np.array([math.fsum(row) for row in rows])
+    sums = sums.reshape(terms.shape[:-1])
 
     marks = integers[..., -1]
     has_plus = (marks & (_MINUS_INFINITY - 1)) > 0
-    has_minus = (marks >> 30) > 0
+    has_minus = (marks >> _MINUS_BITS) > 0
     sums = np.where(has_plus, np.inf, sums)
     sums_with_minus = np.where(has_plus, np.nan, -np.inf)
     return np.where(has_minus, sums_with_minus, sums)

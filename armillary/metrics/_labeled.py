@@ -66,11 +66,18 @@ class _LabeledMetric(CountingMetric):
             # The number of classes may be too large for a short type.
             labels = labels.astype(jnp.int32)
         is_class = (labels >= 0) & (labels < num_classes)
+
         is_nan = jnp.isnan(scores)
-        is_score = ~(is_nan.any(-1) if axes else is_nan)
-        refused = jnp.stack([counted & ~is_class, counted & ~is_score])
+        if axes:
+            is_nan = is_nan.any(-1)
+        is_score = ~is_nan
+
+        refused_labels = counted & ~is_class
+        refused_scores = counted & ~is_score
+        refused = jnp.stack([refused_labels, refused_scores])
         self.refused.add(refused.sum(1))
 
+        # `_count` uses labels as indices, so it gets 0 in place of a refused label.
         labels = jnp.where(is_class, labels, 0).astype(jnp.int32)
         self._count(scores, labels, counted & is_class & is_score)
 
@@ -83,6 +90,7 @@ class _LabeledMetric(CountingMetric):
                 "numbers of classes. Use `labels.astype('int32')`, or "
                 "`labels.argmax(-1)` of labels that are one-hot."
             )
+
         sizes = self._sizes
         axes = scores.shape[labels.ndim :]
         has_examples = scores.shape[: labels.ndim] == labels.shape
@@ -91,6 +99,7 @@ class _LabeledMetric(CountingMetric):
             has_classes = len(axes) == 1 and axes[0] in sizes
         if has_examples and has_classes:
             return
+
         rule = "the shape of `labels`"
         if sizes is not None:
             more = " or more" if len(sizes) > 1 else ""
@@ -167,11 +176,14 @@ class AUC(_LabeledMetric):
     def _count(self, scores: jax.Array, labels: jax.Array, counted: jax.Array) -> None:
         num_buckets = self.num_buckets
         scaled = (scores.astype(jnp.float32) + _HIGHEST) / (2 * _HIGHEST)
-        buckets = jnp.clip(scaled * num_buckets, 0, num_buckets - 1).astype(jnp.int32)
+        # The buckets at both ends also take the scores outside of the range.
+        buckets = jnp.clip(scaled * num_buckets, 0, num_buckets - 1)
+        buckets = buckets.astype(jnp.int32)
         # One row of buckets for each label, and a last place for the other examples.
         nowhere = 2 * num_buckets
         places = jnp.where(counted, labels * num_buckets + buckets, nowhere)
-        counts = jnp.zeros(nowhere + 1, jnp.int32).at[places].add(1)
+        zeros = jnp.zeros(nowhere + 1, jnp.int32)
+        counts = zeros.at[places].add(1)
         self.counts.add(counts[:nowhere].reshape(2, -1))
 
     def _compute(self, counts: np.ndarray) -> float:
@@ -180,6 +192,7 @@ class AUC(_LabeledMetric):
         num_pairs = negative.sum() * positive.sum()
         if not num_pairs:
             return float("nan")
+
         tied = negative @ positive / num_pairs
         if tied > _MOST_TIED:
             logger.warning(
@@ -188,11 +201,15 @@ class AUC(_LabeledMetric):
                 f"curve is off by up to {tied / 2:.2g}. Use "
                 f"`AUC(num_buckets={10 * self.num_buckets})`."
             )
+
+        # The positive examples from the highest score down to each bucket.
         found = np.cumsum(positive)
         if self.curve == "ROC":
             # Half of the pairs in one bucket count as right.
-            return float(negative @ (found - positive / 2) / num_pairs)
+            found_before = found - positive / 2
+            return float(negative @ found_before / num_pairs)
         num_predicted = found + np.cumsum(negative)
+        # Without a prediction, 0 / 1 takes the place of 0 / 0.
         precision = found / np.maximum(num_predicted, 1)
         return float(positive @ precision / found[-1])
 
@@ -222,7 +239,8 @@ class TopKAccuracy(_LabeledMetric):
         is_before = (scores == score_of_label) & (classes < label)
         is_higher = (scores > score_of_label) | is_before
         is_right = is_higher.sum(1) < self.k
-        self.counts.add(jnp.stack([is_right & counted, counted]).sum(1))
+        added = jnp.stack([is_right & counted, counted])
+        self.counts.add(added.sum(1))
 
     def _compute(self, counts: np.ndarray) -> float:
         right, total = map(int, counts)
@@ -276,7 +294,8 @@ class ConfusionMatrix(_LabeledMetric):
         num_cells = size**2
         cells = labels * size + predicted.astype(jnp.int32)
         cells = jnp.where(counted, cells, num_cells)
-        matrix = jnp.zeros(num_cells + 1, jnp.int32).at[cells].add(1)
+        zeros = jnp.zeros(num_cells + 1, jnp.int32)
+        matrix = zeros.at[cells].add(1)
         self.counts.add(matrix[:num_cells].reshape(size, size))
 
     def _compute(self, counts: np.ndarray) -> Any:
@@ -313,14 +332,20 @@ class _Score(ConfusionMatrix):
         labeled = counts.sum(1)
         share = self._share_of_predictions
         whole = share * predicted + (1 - share) * labeled
+        # If the divisor is below 1, no prediction is right, and the score is 0.
         scores = right / np.maximum(whole, 1)
         scores = np.where(counts.any(), scores, np.nan)
         if self.threshold is not None:
             return scores[1]
         if self.average is None:
             return scores
-        is_present = predicted + labeled > 0
-        weights = is_present.astype(np.int64) if self.average == "macro" else labeled
+
+        if self.average == "macro":
+            is_present = predicted + labeled > 0
+            weights = is_present.astype(np.int64)
+        else:
+            weights = labeled
+        # Without examples, the scores are NaN already.
         return scores @ weights / max(weights.sum(), 1)
 
 

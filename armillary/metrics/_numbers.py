@@ -27,8 +27,9 @@ def as_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
             f"the values, {shape}, or the first axes of this shape. Use "
             f"`mask.reshape({shape[:1]})`."
         )
-    num_missing_axes = len(shape) - mask.ndim
-    mask = mask.reshape(*mask.shape, *(1,) * num_missing_axes)
+
+    missing_axes = (1,) * (len(shape) - mask.ndim)
+    mask = mask.reshape(*mask.shape, *missing_axes)
     return jnp.broadcast_to(mask, shape).reshape(-1)
 
 
@@ -43,7 +44,12 @@ class _MeanError(CountingMetric):
     _error: Callable[[jax.Array], jax.Array]
 
     def update(
-        self, *, predictions: Any, targets: Any, mask: Any = None, **_: Any
+        self,
+        *,
+        predictions: Any,
+        targets: Any,
+        mask: Any = None,
+        **_: Any,
     ) -> None:
         """Adds the errors of a batch.
 
@@ -67,6 +73,7 @@ class _MeanError(CountingMetric):
                 f"`targets` {targets.shape}, but they must be equal. Reshape one of "
                 "them, such as `predictions[..., 0]`."
             )
+
         counted = as_mask(name, mask, targets.shape)
         difference = predictions.astype(jnp.float32) - targets.astype(jnp.float32)
         errors = self._error(difference.reshape(-1))
@@ -114,8 +121,11 @@ class Distribution(CountingMetric):
             TypeError: If a leaf is not an array of numbers.
             ValueError: If the arrays have no elements.
         """
-        self.counts.add(count_values(as_arrays("values", values)))
+        arrays = as_arrays("values", values)
+        self.counts.add(count_values(arrays))
 
     def compute(self) -> Histogram:
         """Returns the histogram, for an output or a `SummaryManager`."""
-        return Histogram.tree_unflatten(("counts",), (self.counts.read(),))
+        counts = self.counts.read()
+        # The constructor would count values. Here they are counted already.
+        return Histogram.tree_unflatten(("counts",), (counts,))

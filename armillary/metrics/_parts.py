@@ -47,9 +47,12 @@ class Number(NamedTuple):
     @property
     def num_integers(self) -> int:
         if self.is_count:
+            # The first axis has the three parts of an integer.
             return int(np.prod(self.shape[1:]))
         num_elements = int(np.prod(self.shape))
-        return num_elements * NUM_INTEGERS if self.is_float else num_elements
+        if self.is_float:
+            return num_elements * NUM_INTEGERS
+        return num_elements
 
 
 class MetricStructure(NamedTuple):
@@ -85,11 +88,13 @@ def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
             times.append(1)
             weights.append(array.size)
 
+    by_metric = sum_parts(tuple(arrays), tuple(times))
     # From metric, part, integer to part, metric, integer: all integers of one part are
     # neighbors.
-    sums = sum_parts(tuple(arrays), tuple(times)).transpose(1, 0, 2)
+    by_part = by_metric.transpose(1, 0, 2)
+    sums = by_part.reshape(3, -1)
     counts = split_in_parts(np.array(weights, np.int32))
-    return [sums.reshape(3, -1), counts]
+    return [sums, counts]
 
 
 def join_plain(integers: np.ndarray, num_plain: int) -> list[float]:
@@ -110,8 +115,9 @@ def split_metric(
         ValueError: If it was not made in this step.
     """
     shown = f"`step` returned the metric `{name}`, a `{type(metric).__name__}`"
+    last_name = name.rpartition("/")[2]
     by_hand = (
-        f"Pass it as `metrics=nnx.MultiMetric({name.rpartition('/')[2]}=metric)`, and "
+        f"Pass it as `metrics=nnx.MultiMetric({last_name}=metric)`, and "
         "return the arguments of its `update` by name."
     )
     state = lifted_state()
@@ -150,7 +156,8 @@ def _is_sum(leaf: object, dtype: Any) -> bool:
     """Returns whether a variable holds numbers that a metric has added up."""
     is_real = jnp.issubdtype(dtype, jnp.floating)
     is_whole = jnp.issubdtype(dtype, jnp.integer)
-    return isinstance(leaf, nnx.metrics.MetricState) and bool(is_real or is_whole)
+    is_number = bool(is_real or is_whole)
+    return isinstance(leaf, nnx.metrics.MetricState) and is_number
 
 
 def _metrics_in(metric: nnx.Metric) -> Iterator[nnx.Metric]:
@@ -165,16 +172,20 @@ def join_metric(described: MetricStructure, integers: np.ndarray) -> Any:
     """Returns the value of a metric object whose integers were added up."""
     stops = np.cumsum([number.num_integers for number in described.numbers])
     pieces = np.split(integers, stops[:-1])
-    variables = [
-        number.kind(jnp.asarray(_join_number(number, piece)))
-        for number, piece in zip(described.numbers, pieces, strict=True)
-    ]
-    metric = nnx.merge(described.graph, described.structure.unflatten(variables))
+    variables: list[Any] = []
+    for number, piece in zip(described.numbers, pieces, strict=True):
+        value = _join_number(number, piece)
+        variables.append(number.kind(jnp.asarray(value)))
+    values = described.structure.unflatten(variables)
+    metric = nnx.merge(described.graph, values)
     return jax.tree.map(_as_plain, metric.compute())
 
 
 def _as_plain(leaf: Any) -> Any:
-    return np.asarray(leaf)[()] if isinstance(leaf, jax.Array) else leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    # The index `()` makes a scalar of an array without axes.
+    return np.asarray(leaf)[()]
 
 
 def _split_number(number: Number, value: jax.Array) -> jax.Array:
@@ -183,7 +194,8 @@ def _split_number(number: Number, value: jax.Array) -> jax.Array:
     flat = value.reshape(-1)
     if not number.is_float:
         return split_in_parts(flat)
-    return float_parts(flat, 1, NUM_INTEGERS).reshape(3, -1)
+    parts = float_parts(flat, 1, NUM_INTEGERS)
+    return parts.reshape(3, -1)
 
 
 def _join_number(number: Number, integers: np.ndarray) -> np.ndarray:
@@ -195,4 +207,5 @@ def _join_number(number: Number, integers: np.ndarray) -> np.ndarray:
     counts = integers.reshape(number.shape)
     fits = np.all(counts <= np.iinfo(number.dtype).max)
     # A count of pixels may be larger than 32 bits hold.
-    return counts.astype(number.dtype if fits else np.float32)
+    dtype = number.dtype if fits else np.float32
+    return counts.astype(dtype)

@@ -26,6 +26,7 @@ from armillary.metrics._counts import (
 # A sum of integers is split in digits, whose sums are exact in 32 bits.
 _DIGIT_BITS = 12
 _DIGIT = (1 << _DIGIT_BITS) - 1
+# Below these limits, each integer is exact as a float and as an integer of 32 bits.
 _EXACT_IN_FLOAT = 1 << 24
 _EXACT_IN_INTEGER = 1 << 31
 
@@ -66,7 +67,8 @@ class Sum(CountingMetric):
         Raises:
             TypeError: If `values` is not an array of real numbers.
         """
-        array = as_numbers("values", f"{type(self).__name__}.update", values)
+        name = f"{type(self).__name__}.update"
+        array = as_numbers("values", name, values)
         add_sum(self.total, _marked(array, SUMMED))
 
     def compute(self) -> float:
@@ -191,10 +193,11 @@ class WeightedMean(_Quotient):
                 f"the shape of `values`, {numbers.shape}, or its first axes. Use one "
                 "weight for each example."
             )
+
         numbers = _marked(numbers, NUMERATOR)
         given = _marked(given, DENOMINATOR)
-        num_missing_axes = numbers.ndim - given.ndim
-        spread = given.reshape(*given.shape, *(1,) * num_missing_axes)
+        missing_axes = (1,) * (numbers.ndim - given.ndim)
+        spread = given.reshape(*given.shape, *missing_axes)
         spread = jnp.broadcast_to(spread, numbers.shape)
         add_sum(self.total, _weigh(numbers, spread))
         add_sum(self.weight, spread)
@@ -204,9 +207,11 @@ def _weigh(numbers: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns numbers times their weights, and 0 for NaN with the weight 0."""
     if weights.dtype == bool:
         return jnp.where(weights, numbers, jnp.zeros_like(numbers))
+
     wide = jnp.promote_types(numbers.dtype, weights.dtype)
     wide = jnp.promote_types(wide, jnp.float32)
     product = numbers.astype(wide) * weights.astype(wide)
+    # The product of NaN and 0 would be NaN.
     return jnp.where(weights == 0, 0, product)
 
 
@@ -218,6 +223,7 @@ class Pending(NamedTuple):
 
     def read(self) -> float:
         """Returns the quotient; waits for the device."""
+        # A new object, because the metric itself may be reset or updated by now.
         quotient = Mean()
         quotient.total[...] = self.total
         quotient.weight[...] = self.weight
@@ -231,7 +237,8 @@ class Mean(_Quotient):
         return Pending(self.total[...], self.weight[...])
 
     def update(self, *, values: Any, **_: Any) -> None:
-        array = as_numbers("values", f"{type(self).__name__}.update", values)
+        name = f"{type(self).__name__}.update"
+        array = as_numbers("values", name, values)
         add_sum(self.total, array)
         self.weight.add_float(jnp.float32(1), array.size)
 
@@ -247,8 +254,9 @@ def as_numbers(argument: str, owner: str, value: Any) -> jax.Array:
             "that are computed from the batch."
         ) from error
     is_real = jnp.issubdtype(array.dtype, jnp.floating)
-    is_whole = jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == bool
-    if not (is_real or is_whole):
+    is_whole = jnp.issubdtype(array.dtype, jnp.integer)
+    is_boolean = array.dtype == bool
+    if not (is_real or is_whole or is_boolean):
         raise TypeError(
             f"`{argument}` of `{owner}` has the dtype {array.dtype}, but it must hold "
             "real numbers. Pass a part of them, such as `values.real` or "
@@ -271,6 +279,7 @@ def sum_parts(arrays: tuple[jax.Array, ...], times: tuple[int, ...]) -> jax.Arra
     """
     rows = [_sum_as_floats(array) for array in arrays]
     total = jnp.zeros((3, len(rows), NUM_INTEGERS), jnp.int32)
+    # The number of floats depends on the dtype, so the shorter rows end with zeros.
     nothing = jnp.float32(0)
     for column in itertools.zip_longest(*rows, fillvalue=nothing):
         parts = float_parts(jnp.stack(column), times, NUM_INTEGERS)
@@ -298,7 +307,8 @@ def _sum_as_floats(values: jax.Array) -> list[jax.Array]:
         if not is_last:  # The last digit keeps the sign.
             digits &= _DIGIT
         parts = _sum_digits(digits.astype(jnp.int32), _DIGIT)
-        floats += [part * 2.0**position for part in parts]
+        unit = 2.0**position
+        floats += [part * unit for part in parts]
     return floats
 
 
@@ -308,6 +318,7 @@ def _sum_digits(digits: jax.Array, most: int) -> list[jax.Array]:
     if highest < _EXACT_IN_FLOAT:
         return [jnp.sum(digits).astype(jnp.float32)]
     if highest < _EXACT_IN_INTEGER:
+        # A float is exact up to 24 bits. These two have 19 and 12.
         total = jnp.sum(digits)
         low = total & _DIGIT
         high = total & ~_DIGIT
@@ -330,7 +341,9 @@ def _marked(array: jax.Array, name: str) -> jax.Array:
     """Marks an array that replicas add up, for the proof that they may add it."""
     context = get_replica_context()
     has_several = context is not None and context.axis_name is not None
-    return mark(array, name) if has_several else array
+    if not has_several:
+        return array
+    return mark(array, name)
 
 
 def _are_given(name: str, **pair: Any) -> bool:
