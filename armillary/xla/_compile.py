@@ -107,10 +107,12 @@ def compile_step(
     if platform == PLATFORM and has_convolutions:
         is_slow = has_slow_loop(program, platform, is_partitioned=split is not None)
         if not is_slow and _knows(**YNNPACK_FOR_SUMS):
+            # The user's options come last, and so they win.
             chosen = YNNPACK_FOR_SUMS | chosen
     compiled = jax.jit(fn, compiler_options=chosen or None, **jit_options)
 
     if split is not None:
+        # Only convolutions need rules to be divided correctly.
         return partition(compiled, split) if has_convolutions else compiled
     has_pools = any(_find_equations(program, _POOL_GRADIENT))
     may_gain = platform == PLATFORM and (has_convolutions or has_pools)
@@ -144,10 +146,12 @@ def has_slow_loop(
     convolutions = list(_find_equations(program, _CONVOLUTION))
     if not convolutions:
         return False
+
     are_lowered = not is_partitioned and has_rules()
     for equation in convolutions:
         has_batch_groups = equation.params["batch_group_count"] != 1
-        if is_ordered(equation.params) and not has_batch_groups:
+        is_fast_anywhere = is_ordered(equation.params) and not has_batch_groups
+        if is_fast_anywhere:
             continue
         values = [variable.aval for variable in (*equation.invars, *equation.outvars)]
         is_unchanged = choose_form(equation.params, *values) is Form.UNCHANGED

@@ -66,16 +66,20 @@ def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> 
         return as_one
 
     numbers = parameters["dimension_numbers"]
-    taps = math.prod(rhs.shape[axis] for axis in numbers.rhs_spec[2:])
-    positions = math.prod(out.shape[axis] for axis in numbers.out_spec[2:])
+    _, input_axis, *axes_of_window = numbers.rhs_spec
+    _, _, *axes_of_positions = numbers.out_spec
+    num_taps = math.prod(rhs.shape[axis] for axis in axes_of_window)
+    num_positions = math.prod(out.shape[axis] for axis in axes_of_positions)
+    has_few_positions = num_positions <= MOST_TERMS
     if has_batch_groups:
         # In canonical order, convolutions with batch groups are not faster in a loop,
         # and up to 100 times slower outside.
-        return Form.BY_POSITION if positions <= MOST_TERMS else Form.UNCHANGED
-    if positions < taps and positions <= MOST_TERMS:
+        return Form.BY_POSITION if has_few_positions else Form.UNCHANGED
+
+    if num_positions < num_taps and has_few_positions:
         return Form.BY_POSITION
-    is_depthwise = rhs.shape[numbers.rhs_spec[1]] == 1
-    if is_depthwise and taps <= MOST_TERMS:
+    is_depthwise = rhs.shape[input_axis] == 1
+    if is_depthwise and num_taps <= MOST_TERMS:
         return Form.BY_TAP
     return as_one
 
@@ -95,12 +99,14 @@ def example_axes(parameters: Mapping[str, Any]) -> tuple[int | None, ...]:
     of another one with respect to the weights. XLA divides a convolution with batch
     groups wrongly (JAX 0.10.2), so it has no such axis.
     """
-    numbers = parameters["dimension_numbers"]
     if parameters["batch_group_count"] != 1:
         return None, None, None
-    if numbers.lhs_spec[1] == 0:
+    numbers = parameters["dimension_numbers"]
+    batch_axis, feature_axis, *_ = numbers.lhs_spec
+    is_gradient_of_weights = feature_axis == 0
+    if is_gradient_of_weights:
         return 0, numbers.rhs_spec[1], None
-    return numbers.lhs_spec[0], None, numbers.out_spec[0]
+    return batch_axis, None, numbers.out_spec[0]
 
 
 def has_plain_shape(value: Any) -> bool:
@@ -120,7 +126,11 @@ def _is_free(sharding: Any) -> bool:
 
 
 def convolve(
-    lhs: jax.Array, rhs: jax.Array, *, form: Form, **parameters: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    form: Form,
+    **parameters: Any,
 ) -> jax.Array:
     """Computes `jax.lax.conv_general_dilated_p` in a form that `choose_form` chose."""
     numbers = parameters["dimension_numbers"]
@@ -149,12 +159,16 @@ def _convolve_in_order(
 
 def _pad_space(images: jax.Array, parameters: Mapping[str, Any]) -> jax.Array:
     """Writes the padding of images, and the dilation between their elements, as 0."""
-    edges = [(0, 0, 0)]
+    padding = parameters["padding"]
     dilations = parameters["lhs_dilation"]
-    for (low, high), dilation in zip(parameters["padding"], dilations, strict=True):
-        edges.append((low, high, dilation - 1))
-    edges.append((0, 0, 0))
-    return lax.pad(images, jnp.zeros((), images.dtype), edges)
+    nothing = (0, 0, 0)
+    of_space: list[tuple[int, int, int]] = []
+    for (low, high), dilation in zip(padding, dilations, strict=True):
+        num_between = dilation - 1
+        of_space.append((low, high, num_between))
+    edges = [nothing, *of_space, nothing]  # The batch is first, and features are last.
+    zero = jnp.zeros((), images.dtype)
+    return lax.pad(images, zero, edges)
 
 
 def _add_taps(
@@ -170,12 +184,14 @@ def _add_taps(
     wide = _accumulator(dtype)
 
     total = None
+    last_axis = images.ndim - 1
     for tap in np.ndindex(window):
-        begin = [i * step for i, step in zip(tap, dilation, strict=True)]
+        begin = scaled(tap, dilation)
         part = _take_space(images, begin, places, strides).astype(wide)
         part = jnp.repeat(part, outputs_per_input, axis=-1)
         weight = kernel[*tap, 0].astype(wide)
-        term = part * lax.broadcast_in_dim(weight, part.shape, (part.ndim - 1,))
+        weights = lax.broadcast_in_dim(weight, part.shape, (last_axis,))
+        term = part * weights
         total = term if total is None else total + term
     assert total is not None
     return total.astype(dtype)
@@ -199,18 +215,21 @@ def _multiply_positions(
 
     # A product adds over space and features, and each group has its own.
     num_added = len(window) + 1
-    added = tuple(range(2, 2 + num_added)), tuple(range(num_added))
+    added_of_images = tuple(range(2, 2 + num_added))
+    added_of_kernel = tuple(range(num_added))
+    added = added_of_images, added_of_kernel
     shared = (0,), (num_added,)
 
     strides = parameters["window_strides"]
     dilation = parameters["rhs_dilation"]
     places = _count_places(images.shape[2:-1], window, parameters)
     dtype = _result_dtype(images, parameters)
-    products = []
+    products: list[jax.Array] = []
     for place in np.ndindex(places):
-        begin = [i * stride for i, stride in zip(place, strides, strict=True)]
+        begin = scaled(place, strides)
+        seen = _take_space(images, begin, window, dilation)
         product = lax.dot_general(
-            _take_space(images, begin, window, dilation),
+            seen,
             kernel,
             (added, shared),
             precision=parameters["precision"],
@@ -219,23 +238,37 @@ def _multiply_positions(
         products.append(product.astype(dtype))
     # From position, group, batch, output to batch, *space, group and output in one.
     result = jnp.stack(products).transpose(2, 0, 1, 3)
-    return result.reshape(result.shape[0], *places, -1)
+    batch_size = result.shape[0]
+    return result.reshape(batch_size, *places, -1)
 
 
 def _count_places(
-    sizes: Sequence[int], window: Sequence[int], parameters: Mapping[str, Any]
+    sizes: Sequence[int],
+    window: Sequence[int],
+    parameters: Mapping[str, Any],
 ) -> tuple[int, ...]:
     """Returns the number of places of a window along each axis of the images."""
+    dilations = parameters["rhs_dilation"]
+    strides = parameters["window_strides"]
     counts: list[int] = []
-    for axis, (size, length) in enumerate(zip(sizes, window, strict=True)):
-        reach = (length - 1) * parameters["rhs_dilation"][axis]
+    axes = zip(sizes, window, dilations, strides, strict=True)
+    for size, length, dilation, stride in axes:
+        reach = (length - 1) * dilation
         last_begin = size - reach - 1
-        counts.append(last_begin // parameters["window_strides"][axis] + 1)
+        counts.append(last_begin // stride + 1)
     return tuple(counts)
 
 
+def scaled(place: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Returns where a place begins along each axis: its index times the step."""
+    return [index * step for index, step in zip(place, steps, strict=True)]
+
+
 def take(
-    array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+    array: jax.Array,
+    begin: Sequence[int],
+    counts: Sequence[int],
+    steps: Sequence[int],
 ) -> jax.Array:
     """Takes `counts` elements, in steps, along each axis."""
     ends = [
@@ -246,18 +279,20 @@ def take(
 
 
 def _take_space(
-    array: jax.Array, begin: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+    array: jax.Array,
+    begin: Sequence[int],
+    counts: Sequence[int],
+    steps: Sequence[int],
 ) -> jax.Array:
     """Takes `counts` elements along the axes of space, which are before the last."""
     num_before = array.ndim - len(begin) - 1
     sizes_before = array.shape[:num_before]
     num_features = array.shape[-1]
-    return take(
-        array,
-        [*[0] * num_before, *begin, 0],
-        [*sizes_before, *counts, num_features],
-        [*[1] * num_before, *steps, 1],
-    )
+    # The other axes are taken whole: from 0, and in steps of 1.
+    begins = [*[0] * num_before, *begin, 0]
+    all_counts = [*sizes_before, *counts, num_features]
+    all_steps = [*[1] * num_before, *steps, 1]
+    return take(array, begins, all_counts, all_steps)
 
 
 def _result_dtype(images: jax.Array, parameters: Mapping[str, Any]) -> Any:
@@ -267,7 +302,8 @@ def _result_dtype(images: jax.Array, parameters: Mapping[str, Any]) -> Any:
 
 def _accumulator(dtype: Any) -> Any:
     """Returns the dtype in which terms are added: floats have at least 32 bits."""
-    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    is_floating = jnp.issubdtype(dtype, jnp.floating)
+    is_short = is_floating and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if is_short else dtype
 
 

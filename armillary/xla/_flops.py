@@ -22,29 +22,38 @@ def count_flops(program: Any, *, counts_recomputed: bool = True) -> dict[str, fl
     # A loop of unknown length counts once. The largest of several branches counts.
     total: defaultdict[str, float] = defaultdict(float)
     for equation in getattr(program, "jaxpr", program).eqns:
+        name = equation.primitive.name
         inner = list(find_programs(equation))
-        is_product = equation.primitive.name in _PRODUCTS
+        is_product = name in _PRODUCTS
         if not (inner or is_product):
             continue
-        if not counts_recomputed and is_repeated(equation):
+        is_left_out = not counts_recomputed and is_repeated(equation)
+        if is_left_out:
             continue
-        parts = [
-            count_flops(program, counts_recomputed=counts_recomputed)
-            for program in inner
-        ]
-        if equation.primitive.name == "cond":
-            parts = [max(parts, key=lambda counts: sum(counts.values()))]
+
+        parts: list[dict[str, float]] = []
+        for part in inner:
+            parts.append(count_flops(part, counts_recomputed=counts_recomputed))
+        if name == "cond":
+            parts = [max(parts, key=_add_up)]
         elif is_product:
-            parts = [{str(equation.invars[0].aval.dtype): _count_product(equation)}]
-        for part in parts:
-            for dtype, count in part.items():
-                total[dtype] += count_runs(equation) * count
+            dtype = str(equation.invars[0].aval.dtype)
+            parts = [{dtype: _count_product(equation)}]
+
+        num_runs = count_runs(equation)
+        for counts in parts:
+            for dtype, count in counts.items():
+                total[dtype] += num_runs * count
     return dict(total)
 
 
 def count_model_flops(program: Any) -> float:
     """Returns operations of one step on one replica, each counted once."""
-    return sum(count_flops(program, counts_recomputed=False).values())
+    return _add_up(count_flops(program, counts_recomputed=False))
+
+
+def _add_up(counts: dict[str, float]) -> float:
+    return sum(counts.values())
 
 
 def find_programs(equation: Any) -> Iterator[Any]:
@@ -72,15 +81,8 @@ def count_runs(equation: Any) -> int:
 
 def _count_product(equation: Any) -> float:
     """Returns the operations of a product or a convolution: two for each term."""
-    left, right = (variable.aval for variable in equation.invars[:2])
-    out = equation.outvars[0].aval
     if equation.primitive.name == "conv_general_dilated":
-        numbers = equation.params["dimension_numbers"]
-        # Each value of the result sums over a kernel's window and its input channels.
-        window = [right.shape[axis] for axis in numbers.rhs_spec[1:]]
-        groups = equation.params["batch_group_count"]
-        dilation = math.prod(equation.params["lhs_dilation"])
-        return 2.0 * out.size * math.prod(window) / groups / dilation
+        return _count_convolution(equation)
 
     numbers = equation.params.get("dimension_numbers")
     groups = 1
@@ -90,7 +92,23 @@ def _count_product(equation: Any) -> float:
         (axes_of_left, _), _ = numbers
         # In the gradient of the weights, each row is a term of one group only.
         if set(ragged.lhs_ragged_dimensions) & set(axes_of_left):
-            groups = equation.invars[2].aval.shape[-1]
+            group_sizes = equation.invars[2].aval
+            groups = group_sizes.shape[-1]
+
+    left = equation.invars[0].aval
+    out = equation.outvars[0].aval
     (axes_of_left, _), _ = numbers
-    contracted = [left.shape[axis] for axis in axes_of_left]
-    return 2.0 * out.size * math.prod(contracted) / groups
+    num_terms = math.prod(left.shape[axis] for axis in axes_of_left)
+    return 2.0 * out.size * num_terms / groups
+
+
+def _count_convolution(equation: Any) -> float:
+    kernel = equation.invars[1].aval
+    out = equation.outvars[0].aval
+    numbers = equation.params["dimension_numbers"]
+    # Each value of the result sums over a kernel's window and its input channels.
+    num_terms = math.prod(kernel.shape[axis] for axis in numbers.rhs_spec[1:])
+    groups = equation.params["batch_group_count"]
+    # Dilation puts zeros between the elements of the images. They are not terms.
+    dilation = math.prod(equation.params["lhs_dilation"])
+    return 2.0 * out.size * num_terms / groups / dilation

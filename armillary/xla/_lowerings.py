@@ -83,17 +83,18 @@ def partitioned(split: Split) -> AbstractContextManager[Any]:
 
 
 def _install_rules() -> None:
-    is_installed = isinstance(
-        _find_rule(lax.conv_general_dilated_p, PLATFORM), _LoweringRule
-    )
-    if is_installed:
+    convolution = lax.conv_general_dilated_p
+    pool_gradient = lax.select_and_scatter_add_p
+    current = _find_rule(convolution, PLATFORM)
+    if isinstance(current, _LoweringRule):
         return
-    pool = _find_rule(lax.select_and_scatter_add_p, PLATFORM)
-    rules = [(lax.select_and_scatter_add_p, _LoweringRule(_lower_pool, pool), PLATFORM)]
+
+    own = _find_rule(pool_gradient, PLATFORM)
+    rules = [(pool_gradient, _LoweringRule(_lower_pool, own), PLATFORM)]
     for platform in (PLATFORM, "cuda", "rocm", "tpu"):
-        own = _find_rule(lax.conv_general_dilated_p, platform)
+        own = _find_rule(convolution, platform)
         rule = _LoweringRule(_lower_convolution, own)
-        rules.append((lax.conv_general_dilated_p, rule, platform))
+        rules.append((convolution, rule, platform))
     # All rules are found before the first is replaced: a release of JAX without one of
     # them keeps all of its own.
     for primitive, rule, platform in rules:
@@ -103,8 +104,11 @@ def _install_rules() -> None:
 def _find_rule(primitive: Any, platform: str) -> Callable[..., Any]:
     """Returns JAX's rule of a platform, or else the rule of all platforms."""
     entry = mlir._platform_specific_lowerings[platform].get(primitive)
-    rule = (entry or mlir._lowerings[primitive]).rule
+    if entry is None:
+        entry = mlir._lowerings[primitive]
+    rule = entry.rule
     if not callable(rule):
+        # `has_rules` catches this error, and nothing is replaced.
         raise TypeError(f"the rule of {primitive} is {rule!r}")
     return rule
 
@@ -121,13 +125,18 @@ class _LoweringRule:
 
 
 def _lower_convolution(
-    own: Callable[..., Any], context: Any, lhs: Any, rhs: Any, **parameters: Any
+    own: Callable[..., Any],
+    context: Any,
+    lhs: Any,
+    rhs: Any,
+    **parameters: Any,
 ) -> Any:
     request = _current_request.value
     if request is None:
         return own(context, lhs, rhs, **parameters)
     if request == _CANONICAL:
         return _lower_canonically(own, context, lhs, rhs, parameters)
+
     # Inside `shard_map`, the code is for one device, so there is nothing to divide.
     is_manual = getattr(context.module_context.axis_context, "manual_axes", ())
     if is_manual:
@@ -169,7 +178,8 @@ def _lower_divided(
             lambda array: lax.with_sharding_constraint(array, sharding),
             multiple_results=False,
         )
-        (value,) = lower(context.replace(avals_in=[aval], avals_out=[aval]), value)
+        context_of_value = context.replace(avals_in=[aval], avals_out=[aval])
+        (value,) = lower(context_of_value, value)
         return value
 
     lhs_aval, rhs_aval = context.avals_in

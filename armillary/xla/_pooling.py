@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from armillary.xla._convolutions import MOST_TERMS, has_plain_shape, take
+from armillary.xla._convolutions import MOST_TERMS, has_plain_shape, scaled, take
 
 _NUM_PARAMETERS = 4
 
@@ -25,9 +25,12 @@ def is_supported(parameters: Mapping[str, Any], source: Any, operand: Any) -> bo
     if len(parameters) != _NUM_PARAMETERS:
         return False
     is_maximum_or_minimum = parameters["select_prim"] in (lax.ge_p, lax.le_p)
-    if not is_maximum_or_minimum or not jnp.issubdtype(operand.dtype, jnp.floating):
+    # Infinity, which fills the padding, exists only for floats.
+    is_floating = jnp.issubdtype(operand.dtype, jnp.floating)
+    if not is_maximum_or_minimum or not is_floating:
         return False
-    if math.prod(parameters["window_dimensions"]) > MOST_TERMS:
+    num_taps = math.prod(parameters["window_dimensions"])
+    if num_taps > MOST_TERMS:
         return False
     return has_plain_shape(source) and has_plain_shape(operand)
 
@@ -42,21 +45,24 @@ def scatter_to_winners(
     padding: Sequence[tuple[int, int]],
 ) -> jax.Array:
     """Computes `jax.lax.select_and_scatter_add_p`: adds sources where windows won."""
-    worst = jnp.asarray(-np.inf if select_prim is lax.ge_p else np.inf, operand.dtype)
-    padded = lax.pad(operand, worst, [(low, high, 0) for low, high in padding])
+    # The padding never wins against an element.
+    worst = -np.inf if select_prim is lax.ge_p else np.inf
+    edges = [(low, high, 0) for low, high in padding]
+    padded = lax.pad(operand, jnp.asarray(worst, operand.dtype), edges)
+
     taps = np.arange(math.prod(window_dimensions), dtype=np.int32)
     taps = taps.reshape(window_dimensions)
     winners = _find_winners(padded, source.shape, taps, select_prim, window_strides)
 
     # Windows that overlap are as many layers of cells as wide as a stride: the first
     # layer holds the first `stride` elements of each window, the next one the next.
-    layers = [
-        -(-length // stride)
+    num_layers = [
+        math.ceil(length / stride)
         for length, stride in zip(window_dimensions, window_strides, strict=True)
     ]
     total = None
-    for layer in np.ndindex(*layers):
-        begin = [i * stride for i, stride in zip(layer, window_strides, strict=True)]
+    for layer in np.ndindex(*num_layers):
+        begin = scaled(layer, window_strides)
         cell = _cut_cell(taps, begin, window_strides)
         spread = _spread_sources(source, winners, cell)
         placed = _place_layer(spread, begin, operand.shape, padding)
@@ -94,6 +100,7 @@ def _cut_cell(
         slice(first, first + size) for first, size in zip(begin, sizes, strict=True)
     )
     part = taps[cell]
+    # The last cell of a window may reach beyond it.
     missing = [(0, size - have) for size, have in zip(sizes, part.shape, strict=True)]
     return np.pad(part, missing, constant_values=-1)
 
@@ -110,11 +117,14 @@ def _spread_sources(
     in_cell = range(1, len(shape), 2)
 
     cells = lax.broadcast_in_dim(cell, shape, in_cell)
-    is_winner = lax.broadcast_in_dim(winners, shape, of_windows) == cells
+    winning_taps = lax.broadcast_in_dim(winners, shape, of_windows)
+    is_winner = winning_taps == cells
     values = lax.broadcast_in_dim(source, shape, of_windows)
-    spread = jnp.where(is_winner, values, jnp.zeros((), source.dtype))
+    zero = jnp.zeros((), source.dtype)
+    spread = jnp.where(is_winner, values, zero)
 
-    merged = [n * m for n, m in zip(source.shape, cell.shape, strict=True)]
+    sizes = zip(source.shape, cell.shape, strict=True)
+    merged = [num_windows * size for num_windows, size in sizes]
     return spread.reshape(merged)
 
 
@@ -131,4 +141,5 @@ def _place_layer(
         # A negative edge cuts the places that were padding of the operand.
         after = shape[axis] - before - spread.shape[axis]
         edges.append((before, after, 0))
-    return lax.pad(spread, jnp.zeros((), spread.dtype), edges)
+    zero = jnp.zeros((), spread.dtype)
+    return lax.pad(spread, zero, edges)

@@ -109,26 +109,30 @@ def compute_in(program: core.ClosedJaxpr, dtype: str, platform: str) -> Edited:
 
 def _is_open(equation: Any) -> bool:
     """Returns whether a product may compute in half precision."""
-    if equation.primitive.name not in _PRODUCTS:
+    name = equation.primitive.name
+    if name not in _PRODUCTS:
         return False
     left, right, *_ = (atom.aval for atom in equation.invars)
     (result,) = (variable.aval for variable in equation.outvars)
-    if any(aval.dtype != _WHOLE for aval in (left, right, result)):
+    is_whole = all(aval.dtype == _WHOLE for aval in (left, right, result))
+    if not is_whole or not _is_default(equation.params["precision"]):
         return False
-    if not _is_default(equation.params["precision"]):
-        return False
-    if equation.primitive.name != _DOT:
+    if name != _DOT:
         return True
 
-    (axes, _), (batch, _) = equation.params["dimension_numbers"]
-    num_terms = math.prod(left.shape[axis] for axis in axes)
-    num_products = math.prod(left.shape[axis] for axis in batch)
-    return num_terms > 1 and result.size > num_products
+    (added_axes, _), (batch_axes, _) = equation.params["dimension_numbers"]
+    num_terms = math.prod(left.shape[axis] for axis in added_axes)
+    num_products = math.prod(left.shape[axis] for axis in batch_axes)
+    is_outer = num_terms <= 1
+    is_inner = result.size <= num_products
+    return not (is_outer or is_inner)
 
 
 def _is_default(precision: Any) -> bool:
+    # A pair has a precision for each operand.
     parts = precision if isinstance(precision, tuple) else (precision,)
-    return all(part in (None, jax.lax.Precision.DEFAULT) for part in parts)
+    defaults = (None, jax.lax.Precision.DEFAULT)
+    return all(part in defaults for part in parts)
 
 
 class _FindUpdates(Dataflow[bool]):
@@ -148,17 +152,23 @@ class _FindUpdates(Dataflow[bool]):
         return any(facts)
 
     def transfer(self, equation: Any, operands: list[bool]) -> list[bool] | None:
-        if next(programs_in(equation), None) is not None:
+        has_programs = next(programs_in(equation), None) is not None
+        if has_programs:
             return None
+        depends_on_gradient = any(operands)
+        if not depends_on_gradient:
+            is_gradient = self.is_backward(equation)
+            return [True] * len(equation.outvars) if is_gradient else None
+
         name = equation.primitive.name
-        if any(operands):
+        if name in _PRODUCTS:
             around = (equation, *self.within)
-            if name in _PRODUCTS and not any(map(is_differentiated, around)):
+            is_in_model = any(map(is_differentiated, around))
+            if not is_in_model:
                 self.found.add(id(equation))
-            is_same = name in IDENTITIES and len(operands) == len(equation.outvars)
-            return operands if is_same else None
-        is_gradient = self.is_backward(equation)
-        return [True] * len(equation.outvars) if is_gradient else None
+        # Each result depends on its own operand alone, and not on the others.
+        is_same = name in IDENTITIES and len(operands) == len(equation.outvars)
+        return operands if is_same else None
 
 
 class _Dtype:
@@ -191,11 +201,13 @@ class _Dtype:
 
     def round(self, old: Any, user: Any) -> Any:
         """Returns the equation that rounds a variable, for the product `user`."""
-        return _apply(self._round, old, _with_dtype(old, old.aval.dtype), user)
+        rounded = _with_dtype(old, old.aval.dtype)
+        return _apply(self._round, old, rounded, user)
 
     def narrow(self, old: Any, user: Any) -> Any:
         """Returns the equation that casts a variable to the dtype."""
-        return _apply(self._narrow, old, _with_dtype(old, self.dtype), user)
+        narrow = _with_dtype(old, self.dtype)
+        return _apply(self._narrow, old, narrow, user)
 
     def widen(self, old: Any, new: Any, user: Any) -> Any:
         """Returns the equation that casts a variable of the dtype back."""
@@ -232,7 +244,8 @@ class _Editor:
         equations: list[Any] = []
         casts = _Casts(self._dtype)
         for equation in jaxpr.eqns:
-            if _is_open(equation) and id(equation) not in self._kept:
+            is_edited = _is_open(equation) and id(equation) not in self._kept
+            if is_edited:
                 self.num_products += 1
                 equations += self._edit_product(equation, casts)
                 continue
@@ -246,27 +259,29 @@ class _Editor:
     def _edit_product(self, equation: Any, casts: "_Casts") -> list[Any]:
         left, right, *others = equation.invars
         added, operands = casts.cast([left, right], equation)
-        operands += others
+        product = equation.replace(invars=[*operands, *others])
         if not self._dtype.has_products:
-            return [*added, equation.replace(invars=operands)]
+            return [*added, product]
         if equation.primitive.name != _CONVOLUTION:
+            # The terms are added in float32, so the result needs no cast.
             params = {**equation.params, "preferred_element_type": np.dtype(_WHOLE)}
-            return [*added, equation.replace(invars=operands, params=params)]
+            return [*added, product.replace(params=params)]
 
         # Not every platform has convolutions with results of another dtype.
         params = {**equation.params, "preferred_element_type": None}
         (whole,) = equation.outvars
         result = _with_dtype(whole, self._dtype.dtype)
-        convolution = equation.replace(invars=operands, outvars=[result], params=params)
-        return [*added, convolution, self._dtype.widen(result, whole, equation)]
+        convolution = product.replace(outvars=[result], params=params)
+        widening = self._dtype.widen(result, whole, equation)
+        return [*added, convolution, widening]
 
     def _edit_call(self, equation: Any) -> Any:
         if equation.primitive.name not in _CALLS:
             return equation
-        params = {name: self._edit_any(x) for name, x in equation.params.items()}
-        if all(params[name] is x for name, x in equation.params.items()):
-            return equation
-        return equation.replace(params=params)
+        old = equation.params
+        new = {name: self._edit_any(value) for name, value in old.items()}
+        is_same = all(new[name] is value for name, value in old.items())
+        return equation if is_same else equation.replace(params=new)
 
     def _edit_any(self, value: Any) -> Any:
         """Edits the value of a parameter, if it has programs."""
@@ -274,12 +289,15 @@ class _Editor:
             return self.edit_closed(value)
         if isinstance(value, core.Jaxpr):
             return self._once(value, self._edit)
-        if isinstance(value, tuple) and any(
-            isinstance(each, core.ClosedJaxpr) for each in value
-        ):
-            edited = tuple(map(self._edit_any, value))
-            return value if all(map(_is_identical, edited, value)) else edited
-        return value
+        if not isinstance(value, tuple):
+            return value
+        # The branches of `cond`.
+        has_programs = any(isinstance(each, core.ClosedJaxpr) for each in value)
+        if not has_programs:
+            return value
+        edited = tuple(map(self._edit_any, value))
+        is_same = all(map(_is_identical, edited, value))
+        return value if is_same else edited
 
 
 class _Casts:
@@ -310,28 +328,33 @@ class _Casts:
         used = set(map(id, outputs))
         for equation in equations:
             used.update(map(id, equation.invars))
-        unused = [each for v, each in self._constraints.items() if id(v) not in used]
-        return [each for each in equations if not any(each is old for old in unused)]
+        unused: set[int] = set()
+        for result, constraint in self._constraints.items():
+            if id(result) not in used:
+                unused.add(id(constraint))
+        return [each for each in equations if id(each) not in unused]
 
     def _make(self, variable: Any, user: Any) -> list[Any]:
         dtype = self._dtype
+        only_rounds = not dtype.has_products
         made: list[Any] = []
         constraint = self._constraints.get(variable)
         source = variable
         if constraint is not None:
             # Devices exchange half the bytes if the cast comes first.
             (source,) = constraint.invars
-        if not dtype.has_products:
+
+        if only_rounds:
             made.append(dtype.round(source, user))
             (source,) = made[-1].outvars
         made.append(dtype.narrow(source, user))
+        (narrow,) = made[-1].outvars
+
         if constraint is not None:
             collected = _with_dtype(variable, dtype.dtype)
-            made.append(
-                constraint.replace(invars=made[-1].outvars, outvars=[collected])
-            )
-        if not dtype.has_products:
-            (narrow,) = made[-1].outvars
+            made.append(constraint.replace(invars=[narrow], outvars=[collected]))
+            narrow = collected
+        if only_rounds:
             whole = _with_dtype(variable, variable.aval.dtype)
             made.append(dtype.widen(narrow, whole, user))
         return made
@@ -339,7 +362,8 @@ class _Casts:
 
 def _make_template(cast: Callable[[Any], Any], dtype: str = _WHOLE) -> Any:
     """Returns an equation for a scalar, whose variables are to be replaced."""
-    (equation,) = jax.make_jaxpr(cast)(jax.ShapeDtypeStruct((), dtype)).eqns
+    scalar = jax.ShapeDtypeStruct((), dtype)
+    (equation,) = jax.make_jaxpr(cast)(scalar).eqns
     return equation
 
 

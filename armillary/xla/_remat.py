@@ -84,7 +84,9 @@ class _Part(NamedTuple):
 
 
 def _run(
-    program: core.ClosedJaxpr, arguments: Sequence[Any], policy: Callable[..., Any]
+    program: core.ClosedJaxpr,
+    arguments: Sequence[Any],
+    policy: Callable[..., Any],
 ) -> list[Any]:
     """Runs a program part by part."""
     jaxpr = program.jaxpr
@@ -94,7 +96,8 @@ def _run(
         run = core.jaxpr_as_fun(part.program)
         if not part.is_whole:
             run = jax.checkpoint(run, policy=policy)
-        results = run(*[values[variable] for variable in part.inputs])
+        inputs = [values[variable] for variable in part.inputs]
+        results = run(*inputs)
         values.update(zip(part.outputs, results, strict=True))
     return [
         atom.val if isinstance(atom, core.Literal) else values[atom]
@@ -111,7 +114,8 @@ def _divide(jaxpr: Any, policy: Callable[..., Any]) -> list[_Part]:
         last = first + len(equations)
         cuts = [] if is_whole else _find_cuts(jaxpr, first, last)
         borders = [first, *cuts, last]
-        ranges += [(*pair, is_whole) for pair in itertools.pairwise(borders)]
+        for start, stop in itertools.pairwise(borders):
+            ranges.append((start, stop, is_whole))
         first = last
 
     last_uses = _find_last_uses(jaxpr)
@@ -125,7 +129,9 @@ def _divide(jaxpr: Any, policy: Callable[..., Any]) -> list[_Part]:
 def _stands_alone(equation: Any) -> bool:
     """Returns whether an equation is not computed again as a whole."""
     name = equation.primitive.name
-    if name in _CHECKPOINTS or name in ("scan", "while") or equation.effects:
+    is_loop = name in ("scan", "while")
+    # An effect, such as a print, must not happen twice.
+    if name in _CHECKPOINTS or is_loop or equation.effects:
         return True
     return any(map(_has_checkpoint, programs_in(equation)))
 
@@ -161,12 +167,16 @@ def _find_cuts(jaxpr: Any, first: int, last: int) -> list[int]:
     for part in range(1, num_parts):
         # Any place is good in the middle half of the distance to the next cuts.
         middle = part * len(products) // num_parts
-        reach = max(len(products) // num_parts // 4, 1)
+        distance = len(products) // num_parts
+        reach = max(distance // 4, 1)
         begin = products[max(middle - reach, 0)] + 1
         end = products[min(middle + reach, len(products) - 1)]
-        begin = max(begin, cuts[-1] + 1 if cuts else first + 1)
+
+        previous = cuts[-1] if cuts else first
+        begin = max(begin, previous + 1)
         if begin <= end:
-            cuts.append(min(range(begin, end + 1), key=lambda i: sizes[i]))
+            places = range(begin, end + 1)
+            cuts.append(min(places, key=lambda place: sizes[place]))
     return cuts
 
 
@@ -176,11 +186,12 @@ def _count_live_bytes(jaxpr: Any) -> list[int]:
     changes = [0] * (len(jaxpr.eqns) + 2)
     for number, equation in enumerate(jaxpr.eqns):
         for variable in equation.outvars:
-            end = last_uses.get(variable, number)
-            size = math.prod(getattr(variable.aval, "shape", ()))
-            size *= getattr(variable.aval.dtype, "itemsize", 1)
-            changes[number + 1] += size
-            changes[end + 1] -= size
+            last_use = last_uses.get(variable, number)
+            num_elements = math.prod(getattr(variable.aval, "shape", ()))
+            num_bytes = num_elements * getattr(variable.aval.dtype, "itemsize", 1)
+            # A value takes memory from the next equation on, until its last use.
+            changes[number + 1] += num_bytes
+            changes[last_use + 1] -= num_bytes
     return list(itertools.accumulate(changes))
 
 
@@ -192,13 +203,20 @@ def _make_part(
     *,
     is_whole: bool,
 ) -> _Part:
-    made = [variable for each in equations for variable in each.outvars]
+    made: list[Any] = []
+    used: dict[Any, None] = {}  # A set in the order of use.
+    for equation in equations:
+        made += equation.outvars
+        used.update(dict.fromkeys(_variables(equation.invars)))
     own = set(made)
-    used = dict.fromkeys(v for each in equations for v in _variables(each.invars))
     inputs = [variable for variable in used if variable not in own]
+    # Only values that a later part uses leave this one.
     outputs = [variable for variable in made if last_uses.get(variable, -1) >= stop]
     program = jaxpr.replace(
-        constvars=[], invars=inputs, outvars=outputs, eqns=equations
+        constvars=[],
+        invars=inputs,
+        outvars=outputs,
+        eqns=equations,
     )
     return _Part(core.ClosedJaxpr(program, ()), inputs, outputs, is_whole)
 
@@ -211,6 +229,7 @@ def _edit_loop(equation: Any, policy: Callable[..., Any]) -> Any:
     if equation.effects or _has_checkpoint(body):
         return equation
     # Values of two iterations of a loop are never merged.
-    run = jax.checkpoint(core.jaxpr_as_fun(body), policy=policy, prevent_cse=False)
+    run_body = core.jaxpr_as_fun(body)
+    run = jax.checkpoint(run_body, policy=policy, prevent_cse=False)
     edited = jax.make_jaxpr(run)(*body.in_avals)
     return equation.replace(params={**equation.params, "jaxpr": edited})
