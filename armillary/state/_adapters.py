@@ -167,7 +167,7 @@ class Adapter:
         return False
 
     def explain_dtype(self, node: Any, compute: str) -> tuple[str, str] | None:
-        """Returns the reason why a layer has a dtype of its own, and what to write.
+        """Returns the reason why a layer has a dtype of its own, and the fix.
 
         Returns `None` if the layer leaves its dtype open, or computes in `compute`.
         """

@@ -76,10 +76,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if is_equal(a, b):
         return True
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended):
-            is_alike = a.dtype == b.dtype
-            return is_alike and _is_same(jax.random.key_data(a), jax.random.key_data(b))
-        return is_equal(np.asarray(a), np.asarray(b))
+        return _are_same_arrays(a, b)
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple | list):
@@ -88,11 +85,22 @@ def _is_same(a: Any, b: Any) -> bool:
     first = _held_by(a)
     second = _held_by(b)
     can_be_compared = bool(first) or isinstance(a, dict)
-    return (
-        can_be_compared
-        and first.keys() == second.keys()
-        and all(_is_same(first[name], second[name]) for name in first)
-    )
+    has_same_names = first.keys() == second.keys()
+    if not can_be_compared or not has_same_names:
+        return False
+    return all(_is_same(first[name], second[name]) for name in first)
+
+
+def _are_same_arrays(a: jax.Array, b: jax.Array) -> bool:
+    is_of_keys = jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)
+    if not is_of_keys:
+        return is_equal(np.asarray(a), np.asarray(b))
+    if a.dtype != b.dtype:
+        return False
+    # NumPy has no random keys.
+    first = jax.random.key_data(a)
+    second = jax.random.key_data(b)
+    return _is_same(first, second)
 
 
 def _held_by(callback: Any) -> dict[Any, Any]:
@@ -104,11 +112,16 @@ def _held_by(callback: Any) -> dict[Any, Any]:
         cells = [cell.cell_contents for cell in callback.__closure__ or ()]
         return {"code": callback.__code__, "cells": cells}
     wrapped = getattr(callback, "callback_func", None)
-    return {} if wrapped is None else {"function": wrapped}
+    if wrapped is None:
+        return {}
+    return {"function": wrapped}
 
 
 def check_captured(
-    program: core.ClosedJaxpr, state: State, fn: Callable[..., Any], owner: str
+    program: core.ClosedJaxpr,
+    state: State,
+    fn: Callable[..., Any],
+    owner: str,
 ) -> None:
     """Raises if a traced program holds an unlifted variable as a constant."""
     # `type`, not `isinstance`: JAX turns each number in the user's code into an array
@@ -154,7 +167,9 @@ def write_error(
     named = _variables_by_name(fn)
     lifted = {slot.key for slot in state.slots}
     unlifted = [variable for key, (_, variable) in named.items() if key not in lifted]
-    return _error(unlifted, named, fn, owner, "writes") if unlifted else None
+    if not unlifted:
+        return None
+    return _error(unlifted, named, fn, owner, "writes")
 
 
 def guarded_write_error(fn: Callable[..., Any], owner: str, variable: Any) -> Exception:
@@ -168,9 +183,9 @@ def guarded_write_error(fn: Callable[..., Any], owner: str, variable: Any) -> Ex
 
 def _variables_by_name(fn: Callable[..., Any]) -> dict[int, tuple[str, Any]]:
     """Returns the variables that a function reaches, with their paths, by `id`."""
-    functions = [fn, *methods_of(fn)]
+    roots = [(function, "") for function in (fn, *methods_of(fn))]
     named: dict[int, tuple[str, Any]] = {}
-    for slot in slots_of([(function, "") for function in functions]):
+    for slot in slots_of(roots):
         if slot.variable is not None:
             named[id(slot.variable)] = (slot.path, slot.variable)
     return named
@@ -201,11 +216,12 @@ def _error(
             path, _ = named[id(variable)]
             roots.append(path.partition("/")[0])
         lines.append(f"{path} ({library}.{type(variable).__name__} {shape})")
+    step = getattr(fn, "__name__", "the step")
     example = roots[0] if roots else "model"
     return CapturedStateError(
-        f"`{getattr(fn, '__name__', 'the step')}` {verb} "
-        f"{counted(len(variables), 'variable')} that {owner} does not reach, so they "
-        f"would be frozen into the compiled program:\n{list_lines(lines, most=10)}\n"
+        f"`{step}` {verb} {counted(len(variables), 'variable')} that {owner} does not "
+        "reach, so they would be frozen into the compiled program:\n"
+        f"{list_lines(lines, most=10)}\n"
         f"Assign what holds them to {owner} (`self.{example} = {example}` in "
         "`__init__`), or take their value as a constant on purpose "
         "(`jnp.asarray(variable[...])` outside the step)."

@@ -41,12 +41,17 @@ class Code:
             self._add(function)
         for value in objects:
             self._add_classes(type(value))
+
         # A new space may use names that the earlier spaces have as well.
-        num_known = None
-        while num_known != (len(self._names), len(self._spaces)):
-            num_known = (len(self._names), len(self._spaces))
+        before = None
+        while before != self._count():
+            before = self._count()
             for space in list(self._spaces.values()):
                 self._look_into(space)
+
+    def _count(self) -> tuple[int, int]:
+        """Returns the numbers of names and of spaces that are known so far."""
+        return len(self._names), len(self._spaces)
 
     def _add(self, value: Any) -> None:
         """Follows the value of a name."""
@@ -87,6 +92,8 @@ class Code:
             cells = function.__closure__ or ()
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 self._add_cell(name, cell)
+
+        # The values may be functions, whose code belongs to the program, too.
         for value in entries.values():
             self._add(value)
 
@@ -97,6 +104,7 @@ class Code:
         for name in self._names & held.keys():
             value = held[name]
             called = _function_of(value)
+            # The value of a descriptor is made when the code asks for it.
             is_descriptor = is_class and hasattr(type(value), "__get__")
             if called is not None:
                 self._add_function(called)
@@ -113,11 +121,16 @@ class Code:
                 self._add_function(called)
 
     def _add_name(
-        self, owner: Any, names: Mapping[str, Any], name: str, path: str
+        self,
+        owner: Any,
+        names: Mapping[str, Any],
+        name: str,
+        path: str,
     ) -> None:
-        if (id(owner), name) not in self.lookups:
+        key = (id(owner), name)
+        if key not in self.lookups:
             read = functools.partial(names.get, name, ABSENT)
-            self.lookups[id(owner), name] = Lookup(path, read, names[name])
+            self.lookups[key] = Lookup(path, read, names[name])
 
     def _add_cell(self, name: str, cell: types.CellType) -> None:
         def read() -> Any:
@@ -126,15 +139,17 @@ class Code:
             except ValueError:  # The name is not assigned.
                 return ABSENT
 
-        if (id(cell), name) not in self.lookups:
-            self.lookups[id(cell), name] = Lookup(name, read, read())
+        key = (id(cell), name)
+        if key not in self.lookups:
+            self.lookups[key] = Lookup(name, read, read())
 
     def values(self) -> Iterator[tuple[Any, str]]:
         """Yields the mutable values of the names, with their paths."""
         of_code = (*FUNCTION_TYPES, types.ModuleType, type)
         for lookup in self.lookups.values():
             kind = type(lookup.value)
-            if kind not in PLAIN and not issubclass(kind, of_code):
+            is_mutable = kind not in PLAIN and not issubclass(kind, of_code)
+            if is_mutable:
                 yield lookup.value, lookup.path
 
 

@@ -18,15 +18,17 @@ Facts: TypeAlias = dict[tuple[str, Any], Any]
 
 def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
     """Returns all plain values that a walk found, by path and name."""
+    read = names or ()
     root = 0 if names is None else id(walk.first_root)
     facts: Facts = {(path, None): walk.fact(value) for value, path in walk.roots}
     for holder in walk.reached_from(names):
         node = walk.nodes[holder]
         adapter = node_adapter(type(node.value))
+        is_root = holder == root
         for part in node.parts:
             for name, value in part.pairs:
                 is_internal = adapter is not None and adapter.is_internal(name)
-                is_unread = holder == root and name not in (names or ())
+                is_unread = is_root and name not in read
                 is_constant = (holder, name) in walk.globals
                 if is_unread or is_constant or is_internal:
                     continue
@@ -39,6 +41,7 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
                     facts[place, key] = walk.fact(value)
                     continue
 
+                # The arrays of a slot may change, and nothing else in it.
                 structure = (slot.treedef, slot.is_dynamic)
                 facts[place, name] = HolderFact(value, structure, path="")
                 for leaf_path, leaf in slot.others:
@@ -72,11 +75,13 @@ def find_differences(
 
 
 def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
-    if isinstance(old, HolderFact) and isinstance(new, HolderFact):
-        is_same = old.value is new.value or id(old.value) not in fixed
-        is_alike = (old.kind, old.path) == (new.kind, new.path)
-        return is_same and is_alike
-    return is_equal(old, new)
+    are_holders = isinstance(old, HolderFact) and isinstance(new, HolderFact)
+    if not are_holders:
+        return is_equal(old, new)
+    may_be_new = id(old.value) not in fixed
+    is_allowed = may_be_new or old.value is new.value
+    is_alike = old.kind == new.kind and old.path == new.path
+    return is_allowed and is_alike
 
 
 def _became(old: Any, new: Any) -> str:
@@ -89,7 +94,11 @@ def _became(old: Any, new: Any) -> str:
         return f"{describe(new)} was put there"
     if new is ABSENT:
         return f"{describe(old)} was removed"
-    if describe(old) == describe(new):
-        return f"{describe(old)} has changed"
-    is_alike = type(old) is type(new) and type(old) in PLAIN
-    return f"{describe(old)} became {repr(new)[:60] if is_alike else describe(new)}"
+    before = describe(old)
+    now = describe(new)
+    if before == now:
+        return f"{before} has changed"
+    is_plain_of_same_type = type(old) is type(new) and type(old) in PLAIN
+    if is_plain_of_same_type:
+        now = repr(new)[:60]  # The sentence has named the type already.
+    return f"{before} became {now}"

@@ -55,17 +55,22 @@ def _replica_type() -> Any:
         def set(self, item: Any, value: Any) -> Any:
             old = self.get(item)
             value = jax.tree.map(jnp.asarray, value)
-            if jax.tree.structure(old) == jax.tree.structure(value):
+            # Equinox refuses another structure itself.
+            has_same_structure = jax.tree.structure(old) == jax.tree.structure(value)
+            if has_same_structure:
                 value = jax.tree.map(_with_mesh_of, old, value)
-            return _make(type(self), super().set(item, value))
+            changed = super().set(item, value)
+            return _make(type(self), changed)
 
         def substate(self, pytree: Any) -> Any:
-            return _make(type(self), super().substate(pytree))
+            part = super().substate(pytree)
+            return _make(type(self), part)
 
         def update(self, substate: Any) -> Any:
             if is_replica_state(substate):
                 substate = as_state(substate)
-            return _make(type(self), super().update(substate))
+            changed = super().update(substate)
+            return _make(type(self), changed)
 
     return _ReplicaState
 
@@ -74,10 +79,12 @@ def _with_mesh_of(old: Any, new: Any) -> Any:
     """Turns a constant into the result of an operation, which has a mesh."""
     before = _type_of(old)
     now = _type_of(new)
-    is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
+    is_alike = before.shape == now.shape and before.dtype == now.dtype
     has_other_mesh = is_alike and before != now
+    if not has_other_mesh or not _is_real(now.dtype):
+        return new
     # The maximum of a value and itself is an operation that changes no real value.
-    return jax.lax.max(new, new) if has_other_mesh and _is_real(now.dtype) else new
+    return jax.lax.max(new, new)
 
 
 def _type_of(value: Any) -> Any:
@@ -86,5 +93,5 @@ def _type_of(value: Any) -> Any:
 
 
 def _is_real(dtype: Any) -> bool:
-    is_whole = jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.integer)
-    return is_whole or jnp.issubdtype(dtype, jnp.floating)
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)

@@ -55,8 +55,12 @@ _INNER = ("function", "wrapped")
 
 def join_captured(path: str, name: str) -> str:
     """Returns the path of a value that a function at `path` captured."""
-    name = "" if name in (*_INNER, "code") else name.partition(" #")[0]
-    return f"{path}/{name}" if path and name else path or name
+    is_hidden = name in (*_INNER, "code")
+    # Numbers only keep the names of defaults apart, so paths leave them out.
+    shown = "" if is_hidden else name.partition(" #")[0]
+    if path and shown:
+        return f"{path}/{shown}"
+    return path or shown
 
 
 def look_at_items(source: dict[Any, Any]) -> Contents:
@@ -69,7 +73,9 @@ def look_at_items(source: dict[Any, Any]) -> Contents:
 
 def _look_at_sequence(source: Any) -> Contents:
     values = list(source)
-    return list(getattr(source, "_fields", range(len(values)))), values
+    # A named tuple has names for its indices.
+    names = getattr(source, "_fields", range(len(values)))
+    return list(names), values
 
 
 def _look_at_children(source: Any) -> Contents:
@@ -170,7 +176,10 @@ def _parts_fn(kind: type) -> Callable[[Any], list[Part]]:
             # are the attributes, they are not listed twice.
             own = held or {}
             pairs = children.held.items()
-            if not all(own.get(name, ABSENT) is child for name, child in pairs):
+            are_attributes = all(
+                own.get(name, ABSENT) is child for name, child in pairs
+            )
+            if not are_attributes:
                 parts.append(children)
         if held is not None and held is not value:
             parts.append(part_of(held, attributes))
@@ -192,7 +201,8 @@ def is_unchanging(part: Part) -> bool:
     if part.way is _TUPLE:
         return True
     parameters = getattr(type(part.source), "__dataclass_params__", None)
-    return part.way is _MEMBERS and parameters is not None and parameters.frozen
+    is_of_frozen = parameters is not None and parameters.frozen
+    return part.way is _MEMBERS and is_of_frozen
 
 
 def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -208,9 +218,9 @@ def held_by(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 def is_mutable_leaf(value: Any) -> bool:
     """Returns whether a value is mutable, but cannot hold a user's state."""
-    return isinstance(value, set) or (
-        isinstance(value, np.ndarray) and bool(value.flags["W"])
-    )
+    if isinstance(value, set):
+        return True
+    return isinstance(value, np.ndarray) and bool(value.flags["W"])
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -324,15 +334,18 @@ def _entries_of_function(fn: types.FunctionType) -> dict[str, Any]:
         except ValueError:  # a name that is assigned only later
             continue
 
-    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    for index, value in enumerate(defaults):
+    by_position = fn.__defaults__ or ()
+    by_name = fn.__kwdefaults__ or {}
+    for index, value in enumerate([*by_position, *by_name.values()]):
         entries[f"default #{index}"] = value
     for name in sorted(global_names(fn) & fn.__globals__.keys()):
         entries[name] = fn.__globals__[name]
 
     # The objects of `armillary.function` are not searched for the function they wrap.
     wrapped = getattr(fn, "__wrapped__", None)
-    return entries if wrapped is None else entries | {"wrapped": wrapped}
+    if wrapped is not None:
+        entries["wrapped"] = wrapped
+    return entries
 
 
 def _is_of_user(value: Any) -> bool:

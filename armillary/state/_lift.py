@@ -23,7 +23,7 @@ from armillary.state._adapters import adapter_of, is_tree_node
 from armillary.state._differences import find_differences, find_facts
 from armillary.state._holders import ATTRIBUTES
 from armillary.state._slots import ABSENT, AxisNames, LeafKind, Slot, describe
-from armillary.state._walk import Node, Walk, slots_of
+from armillary.state._walk import Node, Walk, by_path, slots_of
 from armillary.state._watch import CodeWatch, Watch
 
 
@@ -47,16 +47,18 @@ class State:
         self._reads = reads
         self._functions = functions
         self._walk = Walk(self.roots)
-        slots = sorted(self._walk.slots.values(), key=lambda slot: slot.path)
-        self.slots: tuple[Slot, ...] = tuple(slots)
+        self.slots: tuple[Slot, ...] = tuple(by_path(self._walk.slots.values()))
+        # The nodes of some libraries belong to a trace, as their variables do.
         objects = [node.value for node in self._walk.nodes.values()]
         self._nodes = [value for value in objects if is_tree_node(value)]
 
         # The path and the slot of each array, and the range of each slot's arrays.
         self.paths = tuple(path for slot in self.slots for path in slot.paths)
         self.owners = tuple(slot for slot in self.slots for _ in slot.paths)
-        stops = list(itertools.accumulate(len(slot.paths) for slot in self.slots))
+        counts = [len(slot.paths) for slot in self.slots]
+        stops = list(itertools.accumulate(counts))
         starts = [0, *stops]
+        # There is one start more than ranges.
         self.ranges = list(zip(self.slots, starts, stops, strict=False))
 
     @functools.cached_property
@@ -92,7 +94,8 @@ class State:
     @property
     def _names(self) -> set[str] | None:
         """The attributes of the first root that matter; `None` for all."""
-        return None if "__dict__" in (self._reads or ()) else self._reads
+        reads_all = self._reads is not None and "__dict__" in self._reads
+        return None if reads_all else self._reads
 
     @functools.cached_property
     def _watch(self) -> Watch:
@@ -107,6 +110,7 @@ class State:
 
     def watch(self) -> None:
         """Begins to watch the values that the steps have read by now."""
+        # These are cached properties, which are made again from the reads so far.
         self.__dict__.pop("_watch", None)
         self.__dict__.pop("_code_watch", None)
         _ = self._watch, self._code_watch
@@ -123,22 +127,21 @@ class State:
 
         A program also depends on plain values, which `is_current` compares.
         """
-        return tuple(
-            (
-                type(slot),
-                slot.paths,
-                tuple(slot.kinds()),
-                slot.annotations.get("synchronization"),
-                tuple((leaf.shape, leaf.dtype) for leaf in map(as_array, slot.read())),
-            )
-            for slot in self.slots
-        )
+        rows: list[tuple[Any, ...]] = []
+        for slot in self.slots:
+            leaves = map(as_array, slot.read())
+            types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            kinds = tuple(slot.kinds())
+            synchronization = slot.annotations.get("synchronization")
+            rows.append((type(slot), slot.paths, kinds, synchronization, types))
+        return tuple(rows)
 
     def changes_since(self, old: "State") -> dict[str, str]:
         """Returns the plain values that are not the same as in `old`, by path."""
         names = self._names
-        before = {**old._code_watch.facts(), **find_facts(old._walk, names)}
-        now = {**self._code_watch.facts(), **find_facts(self._walk, names)}
+        # If both know a place, the walk counts.
+        before = old._code_watch.facts() | find_facts(old._walk, names)
+        now = self._code_watch.facts() | find_facts(self._walk, names)
         return find_differences(before, now)
 
     def note_read(self, name: str) -> None:
@@ -167,7 +170,8 @@ class State:
 
     def write(self, leaves: Sequence[Any], only: set[int] | None = None) -> None:
         for slot, start, stop in self.ranges:
-            if only is None or not only.isdisjoint(range(start, stop)):
+            is_wanted = only is None or not only.isdisjoint(range(start, stop))
+            if is_wanted:
                 slot.write(leaves[start:stop])
 
     @contextlib.contextmanager
@@ -195,7 +199,8 @@ class State:
             for part in parts:
                 if part.way is not ATTRIBUTES:
                     continue
-                for name in part.source.keys() - part.held.keys():
+                added = part.source.keys() - part.held.keys()
+                for name in added:
                     del part.source[name]
                 part.source.update(part.held)
 
@@ -222,7 +227,9 @@ class State:
 
     @functools.cached_property
     def _ids(self) -> set[Any]:
-        return {id(node) for node in self._nodes} | {slot.key for slot in self.slots}
+        nodes = set(map(id, self._nodes))
+        keys = {slot.key for slot in self.slots}
+        return nodes | keys
 
     def move_new(self, other: "State") -> None:
         """Moves variables that `other` lacks into the current trace for good."""
@@ -234,7 +241,10 @@ class State:
                 _move_node(node)
 
     def collect(
-        self, before: Sequence[Any], step_name: str, new_places: Sequence[str] = ()
+        self,
+        before: Sequence[Any],
+        step_name: str,
+        new_places: Sequence[str] = (),
     ) -> list[Any]:
         """Returns the arrays in the slots after a step, inside `swapped`.
 
@@ -251,13 +261,15 @@ class State:
             rows = zip(slot.paths, before[start:stop], values, strict=True)
             for path, old, value in rows:
                 new = as_array(value)
-                if (old.shape, old.dtype) != (new.shape, new.dtype):
+                is_alike = old.shape == new.shape and old.dtype == new.dtype
+                if not is_alike:
                     changes.append(f"{path}: {describe(old)} became {describe(new)}")
             leaves.extend(map(strong, values))
         changes += new_places
         if not changes:
             return leaves
 
+        num_places = len(self.paths) + len(new_places)
         lines = "\n".join(f"  {change}" for change in changes)
         way_out = (
             "Make every place in the constructor with its final shape and dtype (an "
@@ -272,9 +284,9 @@ class State:
                 '(`strategy.reduce("mean", value)`).'
             )
         raise StateStructureError(
-            f"`{step_name}` changed {len(changes)} of "
-            f"{len(self.paths) + len(new_places)} slots, and a compiled loop needs the "
-            "same places with the same shape and dtype after every step:\n"
+            f"`{step_name}` changed {len(changes)} of {num_places} slots, and a "
+            "compiled loop needs the same places with the same shape and dtype after "
+            "every step:\n"
             f"{lines}\n{way_out}",
             changes=changes,
         )
@@ -301,6 +313,7 @@ class State:
                     "one"
                 )
         for path, array in after.constants:
+            # Other arrays are constants, which a program may have.
             if isinstance(array, Tracer):
                 lines.append(
                     f"{path}: the step put an array into a name, a tuple or a "
@@ -318,8 +331,13 @@ def _find_assigned(before: Walk, after: Walk) -> set[Any]:
     """Returns the attributes of the first root that a step has assigned to."""
     old = _attributes_of_root(before)
     new = _attributes_of_root(after)
-    names = {*old, *new}
-    return {n for n in names if old.get(n, ABSENT) is not new.get(n, ABSENT)}
+    assigned: set[Any] = set()
+    for name in old | new:
+        before_step = old.get(name, ABSENT)
+        after_step = new.get(name, ABSENT)
+        if before_step is not after_step:
+            assigned.add(name)
+    return assigned
 
 
 def _attributes_of_root(walk: Walk) -> dict[Any, Any]:

@@ -41,7 +41,8 @@ class NnxSlot(Slot):
         from flax import nnx
 
         is_state = isinstance(value, nnx.State)
-        return is_state and treedef.num_leaves == self.treedef.num_leaves
+        has_same_leaves = treedef.num_leaves == self.treedef.num_leaves
+        return is_state and has_same_leaves
 
     def is_parameter(self) -> bool:
         from flax import nnx
@@ -53,8 +54,9 @@ class NnxSlot(Slot):
         return [found] * len(self.paths)
 
     def is_of_optimizer(self) -> list[bool]:
-        if self.is_leaf or _is_of_optimizer(self.variable):
-            return [_is_of_optimizer(self.variable)] * len(self.paths)
+        is_of_optimizer = _is_of_optimizer(self.variable)
+        if self.is_leaf or is_of_optimizer:
+            return [is_of_optimizer] * len(self.paths)
         # A variable may hold the whole state of a transformation of Optax.
         return super().is_of_optimizer()
 
@@ -83,14 +85,15 @@ class NnxSlot(Slot):
         variable = self.variable
         before = {name: variable.get_metadata(name, None) for name in (_READ, _WRITE)}
         for name, hook in ((_READ, on_read), (_WRITE, on_write)):
-            variable.set_metadata(name, _chain((*_as_tuple(before[name]), hook)))
+            hooks = (*_as_tuple(before[name]), hook)
+            variable.set_metadata(name, _chain(hooks))
 
         def restore() -> None:
-            for name, hooks in before.items():
-                if hooks is None:
+            for name, old_hooks in before.items():
+                if old_hooks is None:
                     variable.del_metadata(name)
                 else:
-                    variable.set_metadata(name, hooks)
+                    variable.set_metadata(name, old_hooks)
 
         return restore
 
@@ -101,7 +104,8 @@ def axis_names_of(metadata: Mapping[str, Any]) -> AxisNames | None:
     for name in ("out_sharding", "sharding_names", "sharding"):
         names = metadata.get(name)
         if names:
-            return AxisNames(tuple(names), tuple(metadata.get("sharding_rules") or ()))
+            rules = metadata.get("sharding_rules") or ()
+            return AxisNames(tuple(names), tuple(rules))
     return None
 
 
@@ -119,7 +123,9 @@ def _chain(hooks: tuple[Callable[[Any, Any], Any], ...]) -> Callable[[Any, Any],
 def _as_tuple(hooks: Any) -> tuple[Any, ...]:
     if hooks is None:
         return ()
-    return hooks if isinstance(hooks, tuple) else (hooks,)
+    if isinstance(hooks, tuple):
+        return hooks
+    return (hooks,)
 
 
 class NnxAdapter(Adapter):
@@ -180,6 +186,7 @@ class NnxAdapter(Adapter):
     def roles_below(self, node: "nnx.Pytree", parts: Sequence[Part]) -> dict[int, Role]:
         if merges_by_sum(node):
             return {}
+        # As metrics, the values would be added over replicas.
         return {id(value): Role.PLAIN for part in parts for value in part.values}
 
     def move(self, node: "nnx.Pytree") -> Callable[[], None]:
@@ -238,16 +245,17 @@ class NnxAdapter(Adapter):
         if is_open or jnp.dtype(dtype) == compute:
             return None
         # Others, such as a normalization, compute no products.
-        has_matrix = any(
-            isinstance(value, nnx.Param)
-            and getattr(self.value_of(value), "ndim", 0) > 1
-            for value in values.values()
-        )
+        parameters = [each for each in values.values() if isinstance(each, nnx.Param)]
+        held = map(self.value_of, parameters)
+        has_matrix = any(getattr(value, "ndim", 0) > 1 for value in held)
+        if not has_matrix:
+            return None
+        reason = f"`dtype={jnp.dtype(dtype).name}`"
         fix = (
             "Leave `dtype` out there. To keep a layer in float32, write `precision="
             '"highest"` instead of its `dtype`.'
         )
-        return (f"`dtype={jnp.dtype(dtype).name}`", fix) if has_matrix else None
+        return reason, fix
 
     def summarize(
         self, slots: Sequence[Slot], nodes: Iterable[Any]

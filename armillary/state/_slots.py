@@ -82,8 +82,12 @@ def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> 
             if len(kinds) > 1:
                 same = [value for value in values if type(value) is kind]
             if kind is not tuple:
+                # Every cycle leads through a list or a dictionary.
                 same = _leave_out_seen(same, seen)
-            contents += map(dict.values, same) if kind is dict else same
+            if kind is dict:
+                contents += map(dict.values, same)
+            else:
+                contents += same
         values = list(itertools.chain.from_iterable(contents))
     return False
 
@@ -249,6 +253,7 @@ class Slot:
             entries, self.treedef = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=is_leaf
             )
+
         leaves = [leaf for _, leaf in entries]
         self._leaf_paths = self._name_leaves(entries)
         self._is_state = is_state
@@ -290,7 +295,8 @@ class Slot:
         if isinstance(value, jax.Array):
             return value
         leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_leaf_if_any)
-        return value if self.is_leaf and treedef == _LEAF else Held(treedef, leaves)
+        is_one_leaf = self.is_leaf and treedef == _LEAF
+        return value if is_one_leaf else Held(treedef, leaves)
 
     def read(self) -> list[jax.Array]:
         """Returns the arrays, in the order of `paths`."""
@@ -312,7 +318,8 @@ class Slot:
         changes: list[str] = []
         for path, was_array, old, new in rows:
             is_kept = was_array or self._is_same(old, new)
-            if was_array != self._is_state(new) or not is_kept:
+            has_other_kind = was_array != self._is_state(new)
+            if has_other_kind or not is_kept:
                 before = ANY_ARRAY if was_array else old
                 changes.append(f"{path}: {became(before, new)}")
         return changes
@@ -327,7 +334,8 @@ class Slot:
         values = list(self._static)
         for position, leaf in zip(self._positions, leaves, strict=True):
             values[position] = leaf
-        self.put(values[0] if self.is_leaf else self.treedef.unflatten(values))
+        value = values[0] if self.is_leaf else self.treedef.unflatten(values)
+        self.put(value)
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
         """Puts other arrays into the place; returns the new result of `raw`."""
@@ -398,8 +406,10 @@ class Slot:
         return self._is_claimed is not None and self._is_claimed(value)
 
     def _is_same(self, old: Any, new: Any) -> bool:
+        if old is new:
+            return True
         # Two equal objects may hold different arrays.
-        return old is new or (not self._is_own(old) and is_equal(old, new))
+        return not self._is_own(old) and is_equal(old, new)
 
 
 class Held(NamedTuple):
@@ -411,7 +421,8 @@ class Held(NamedTuple):
 
 def is_same_raw(a: Any, b: Any) -> bool:
     """Returns whether a place was left alone between two calls of `Slot.raw`."""
-    if not (isinstance(a, Held) and isinstance(b, Held)):
+    are_containers = isinstance(a, Held) and isinstance(b, Held)
+    if not are_containers:
         return a is b
     return a.treedef == b.treedef and all(map(operator.is_, a.leaves, b.leaves))
 
@@ -432,8 +443,9 @@ def _name_of(entry: Any) -> Any:
 
 
 def describe(leaf: PyTree) -> str:
-    # The module `jax.numpy` has both names as well.
-    if isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype"):
+    # The module `jax.numpy` has both names as well, but its `shape` is a function.
+    has_shape = isinstance(getattr(leaf, "shape", None), tuple)
+    if has_shape and hasattr(leaf, "dtype"):
         return f"{leaf.dtype} {leaf.shape}"
     shown = repr(leaf)
     if len(shown) > _MOST_LETTERS:

@@ -111,6 +111,7 @@ class ModelSummary:
         parts: dict[str, list[ArrayRow]] = collections.defaultdict(list)
         for row, names in zip(self.parameters, holders, strict=True):
             part = "/".join(names[:depth])
+            # An array that is in no part stands for itself.
             parts[part or row.path].append(row)
         sizes = [_sum(name, rows) for name, rows in parts.items()]
         return sorted(sizes, key=lambda size: -size.count)
@@ -123,11 +124,14 @@ class ModelSummary:
         if any(row.place for row in self.rows):
             return self._make_table_of_places(sums)
 
-        rows = [
-            (row.path, str(row.shape), row.dtype, row.kind, *_format_size(row))
-            for row in self.rows
-        ]
-        totals = [(total.name, "", "", "", *_format_size(total)) for total in sums]
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            count, size = _format_size(row)
+            rows.append((row.path, str(row.shape), row.dtype, row.kind, count, size))
+        totals: list[tuple[str, ...]] = []
+        for total in sums:
+            count, size = _format_size(total)
+            totals.append((total.name, "", "", "", count, size))
         head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=["count", "size"])
 
@@ -138,12 +142,15 @@ class ModelSummary:
             place = row.place
             assert place is not None
             on_device += place.bytes_on_device
-            spec = ", ".join(map(_format_axes, place.spec))
-            size = format_bytes(place.bytes_on_device)
             shape = f"{row.dtype} {row.shape}"
-            rows.append((row.path, shape, spec or "whole", size, place.decided_by))
+            axes = ", ".join(map(_format_axes, place.spec)) or "whole"
+            size = format_bytes(place.bytes_on_device)
+            rows.append((row.path, shape, axes, size, place.decided_by))
 
-        totals = [(total.name, _format_size(total)[1], "", "", "") for total in sums]
+        totals: list[tuple[str, ...]] = []
+        for total in sums:
+            size = format_bytes(total.bytes)
+            totals.append((total.name, size, "", "", ""))
         totals.append(("on each device", "", "", format_bytes(on_device), ""))
         head = ["array", "shape", "divided over", "on each device", "decided by"]
         return make_table(head, rows, totals, numbers=["on each device"])
@@ -166,7 +173,9 @@ def _format_axes(entry: Any) -> str:
     """Returns one entry of a `PartitionSpec` as text."""
     if entry is None:
         return "-"
-    return " x ".join(entry) if isinstance(entry, tuple) else entry
+    if isinstance(entry, tuple):
+        return " x ".join(entry)
+    return entry
 
 
 def _format_size(of: ArrayRow | ModuleSize) -> tuple[str, str]:
@@ -222,7 +231,8 @@ def summarize(model: Any, strategy: Any = None) -> ModelSummary:
 def find_placement(model: Any) -> Any:
     """Returns the placement of the strategy that a trainer holds, if it holds one."""
     for _, value in held_by(model):
-        placement = (attributes_of(value) or {}).get("placement")
+        attributes = attributes_of(value) or {}
+        placement = attributes.get("placement")
         if hasattr(placement, "decide"):
             return placement
     return None
@@ -232,9 +242,11 @@ def find_placed_rows(model: Any, placement: Any) -> Iterator[ArrayRow]:
     """Yields all arrays of a state, with the place of each on the devices."""
     known = {row.path: row for row in _find_rows(model)}
     for path, array, place in _find_places(model, placement):
+        # Arrays that are not part of the model have no row yet.
         row = known.get(path) or _row(path, array, "array", False)
         spec, num_parts, reason = place
-        own = ArrayPlace(tuple(spec), row.bytes // num_parts, reason)
+        bytes_on_device = row.bytes // num_parts
+        own = ArrayPlace(tuple(spec), bytes_on_device, reason)
         yield replace(row, place=own)
 
 
@@ -245,15 +257,19 @@ def _find_places(model: Any, placement: Any) -> list[tuple[str, Any, Any]]:
     they become the arrays of a trace.
     """
     leaves, treedef = jax.tree.flatten(model, is_leaf=is_claimed)
-    kinds = np.ndarray | jax.ShapeDtypeStruct
-    others = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)}
+    others: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct):
+            others[i] = leaf
     found: list[tuple[str, Any, Any]] = []
 
     def find(arrays: dict[int, jax.Array]) -> None:
         for i, array in arrays.items():
             leaves[i] = array
-        # The empty name adds nothing to the paths.
-        state = State([({"": treedef.unflatten(leaves)}, "")])
+        tree = treedef.unflatten(leaves)
+        # A slot needs a place, here in a dictionary. The empty name adds nothing to
+        # the paths.
+        state = State([({"": tree}, "")])
         places = placement.decide(state)
         found.extend(zip(state.paths, state.read(), places, strict=True))
 
@@ -270,6 +286,7 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
     slots = walk.slots.values()
     has_variables = any(slot.variable is not None for slot in slots)
     if not has_variables:
+        # The walk finds no abstract arrays, and a pytree may have them.
         rows = list(_find_rows_of_tree(model))
         if rows:
             yield from rows
@@ -277,15 +294,18 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
 
     kinds = _find_kinds(walk)
     for slot in slots:
-        columns = zip(slot.paths, slot.read(), slot.is_of_optimizer(), strict=True)
-        for path, array, is_of_optimizer in columns:
+        flags = slot.is_of_optimizer()
+        arrays = zip(slot.paths, slot.read(), flags, strict=True)
+        for path, array, is_of_optimizer in arrays:
             if slot.variable is None:
                 # A scalar in an attribute is a loss, a rate or a count.
-                is_parameter = _is_number(array) and array.shape != ()
-                is_parameter &= not (has_variables or is_of_optimizer)
+                is_trainable = _is_number(array) and array.shape != ()
+                is_of_model = not (has_variables or is_of_optimizer)
+                is_parameter = is_trainable and is_of_model
                 yield _row(path, array, "array", is_parameter)
             elif slot.key in kinds:
-                yield _row(path, array, *kinds[slot.key])
+                kind, is_parameter = kinds[slot.key]
+                yield _row(path, array, kind, is_parameter)
 
 
 def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
@@ -295,7 +315,8 @@ def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
     """
     for keys, leaf in jax.tree_util.tree_leaves_with_path(model):
         if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            yield _row(join_keys("", keys), leaf, "array", _is_number(leaf))
+            path = join_keys("", keys)
+            yield _row(path, leaf, "array", _is_number(leaf))
 
 
 def _find_kinds(walk: Walk) -> dict[Any, tuple[str, bool]]:
@@ -314,8 +335,15 @@ def _find_kinds(walk: Walk) -> dict[Any, tuple[str, bool]]:
 def _row(path: str, array: Any, kind: str, is_parameter: bool) -> ArrayRow:
     shape = tuple(array.shape)
     count = math.prod(shape)
-    size = count * array.dtype.itemsize
-    return ArrayRow(path, shape, str(array.dtype), kind, is_parameter, count, size)
+    return ArrayRow(
+        path=path,
+        shape=shape,
+        dtype=str(array.dtype),
+        kind=kind,
+        is_parameter=is_parameter,
+        count=count,
+        bytes=count * array.dtype.itemsize,
+    )
 
 
 def _is_number(array: Any) -> bool:

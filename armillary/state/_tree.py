@@ -92,8 +92,10 @@ class TreeSlot(Slot):
     """A place that holds an array, or a pytree of arrays."""
 
     def kinds(self) -> list[LeafKind]:
-        may_have_some = any(_BATCH_STATISTICS in path for path in self.paths)
-        if self.is_leaf or not (may_have_some or "equinox" in sys.modules):
+        # Looking at the nodes around each leaf takes long, and few trees need it.
+        has_statistics = any(_BATCH_STATISTICS in path for path in self.paths)
+        may_have_kinds = has_statistics or "equinox" in sys.modules
+        if self.is_leaf or not may_have_kinds:
             return super().kinds()
         leaves = leaves_of(self.get(), self._is_claimed)
         return [kind_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
@@ -111,8 +113,8 @@ def _axis_names_of(leaf: Leaf) -> AxisNames | None:
     if is_tree_variable(node):
         return adapter_of(node).axis_names(node)
     if _is_box(node):
-        rules = getattr(node, "rules", None)
-        return AxisNames(tuple(node.names), tuple(rules or ()))
+        rules = getattr(node, "rules", None) or ()
+        return AxisNames(tuple(node.names), tuple(rules))
     return None
 
 
@@ -199,6 +201,7 @@ def kind_of(leaf: Leaf) -> LeafKind:
         if is_tree_variable(node):
             return adapter_of(node).kind_of(node, held_by=parent)
         parent = node
+    # The moments of an optimizer have the names of the model's arrays in their paths.
     if any(map(is_optax_state, leaf.above)):
         return LeafKind(Role.PLAIN)
 
@@ -206,7 +209,8 @@ def kind_of(leaf: Leaf) -> LeafKind:
     if _BATCH_STATISTICS in names:
         return LeafKind(Role.BATCH_STATISTIC)
     # The state of Equinox also holds flags and counts, which are equal everywhere.
-    is_float = is_array(leaf.value) and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
+    value = leaf.value
+    is_float = is_array(value) and jnp.issubdtype(value.dtype, jnp.inexact)
     if is_float and any(map(_equinox.is_state, leaf.above)):
         return LeafKind(Role.BATCH_STATISTIC)
     return LeafKind(Role.PLAIN)

@@ -91,6 +91,7 @@ class Walk:
         self.roots = tuple(roots)
         self._finds_slots = finds_slots
         self._passes_over = are_constant if finds_plain else hold_no_arrays
+
         self.nodes: dict[int, Node] = {}
         self.slots: dict[Any, Slot] = {}
         # For each holder, the holders it leads to, with the name of the place.
@@ -99,9 +100,11 @@ class Walk:
         self.constants: list[tuple[str, Any]] = []
         self._copies: dict[int, Any] = {}
         self._roles: dict[int, Role] = {}
+
         self._tasks = [_Task(*root) for root in reversed(self.roots)]
         while self._tasks:
             self._visit(self._tasks.pop())
+        # A node may be found after the variables that it gives a role.
         for key in self._roles.keys() & self.slots.keys():
             self.slots[key].role = self._roles[key]
 
@@ -175,6 +178,7 @@ class Walk:
         if part is None or part.way.put is None:
             return False
         is_pure = self._owner_of_pure_state(task) is not None
+        # A pure step may replace variables, so they count as part of its state.
         has_arrays = _has_arrays if is_pure else _holds_arrays
         try:
             if not (is_array(value) or has_arrays(value)):
@@ -205,13 +209,15 @@ class Walk:
         """Returns the trainer whose attribute `state` a task looks at."""
         if task.above is None or task.name != PURE_STATE or task.part is None:
             return None
-        holder = self.nodes[task.above[0]].value
+        holder, _ = task.above
+        owner = self.nodes[holder].value
         is_attribute = task.part.way is ATTRIBUTES
-        is_pure = is_attribute and isinstance(holder, PureStateOwner)
-        return holder if is_pure else None
+        is_pure = is_attribute and isinstance(owner, PureStateOwner)
+        return owner if is_pure else None
 
     def _add(self, slot: Slot, above: tuple[int, Any] | None) -> None:
-        slot.holder = above and above[0]
+        if above is not None:
+            slot.holder, _ = above
         # The first path that leads to a place is its name.
         self.slots.setdefault(slot.key, slot)
 
@@ -224,12 +230,13 @@ class Walk:
     def reached_from(self, names: Collection[str] | None) -> set[int]:
         """Returns the holders that these attributes of the first root lead to."""
         first = None if names is None else id(self.first_root)
+        wanted = names or ()
         constant = self.globals
 
         def below(holder: int) -> list[int]:
             children: list[int] = []
             for name, child in self.edges.get(holder, ()):
-                is_left_out = holder == first and name not in (names or ())
+                is_left_out = holder == first and name not in wanted
                 if not is_left_out and (holder, name) not in constant:
                     children.append(child)
             return children
@@ -250,8 +257,8 @@ class Walk:
     @functools.cached_property
     def compiled(self) -> list[Any]:
         """The functions of `jax.jit` that lead to slots."""
-        nodes = [self.nodes[key] for key in self.nodes if key in self.leading_to_slots]
-        values = [node.value for node in nodes]
+        leading = self.leading_to_slots
+        values = [node.value for key, node in self.nodes.items() if key in leading]
         return [value for value in values if isinstance(value, COMPILED_FUNCTION)]
 
     def forget_programs(self) -> None:
@@ -288,8 +295,11 @@ class Walk:
             if is_read or is_small:
                 self._copies[holder] = copy.copy(node.value)
 
-        reached = self._copies.keys() & holders
-        return [(self.nodes[key].value, self._copies[key]) for key in reached]
+        pairs: list[tuple[Any, Any]] = []
+        for holder in self._copies.keys() & holders:
+            value = self.nodes[holder].value
+            pairs.append((value, self._copies[holder]))
+        return pairs
 
     def fact(self, value: Any) -> Any:
         """Returns a value in the form in which two walks are compared."""
@@ -309,23 +319,29 @@ class HolderFact(NamedTuple):
 
 def slots_of(roots: Iterable[tuple[Any, str]]) -> list[Slot]:
     """Returns the slots that pairs of an object and its path lead to, by path."""
-    slots = Walk(roots, finds_plain=False).slots.values()
+    walk = Walk(roots, finds_plain=False)
+    return by_path(walk.slots.values())
+
+
+def by_path(slots: Iterable[Slot]) -> list[Slot]:
+    """Returns slots in the order of their paths, which is the same in every run."""
     return sorted(slots, key=lambda slot: slot.path)
 
 
 def lasting_slots(walk: Walk) -> list[Slot]:
     """Returns the slots whose values matter beyond the current loop, by path."""
-    nodes = walk.nodes.values()
-    passing = [node for node in nodes if has_trait(node.value, Trait.ONE_LOOP)]
-    parts = [part for node in passing for part in node.parts]
-    held = {id(value) for part in parts for value in part.values}
+    reset_by_loops: set[int] = set()
+    for node in walk.nodes.values():
+        if has_trait(node.value, Trait.ONE_LOOP):
+            for part in node.parts:
+                reset_by_loops.update(map(id, part.values))
     # A slot of a plain place has no variable, and `None` may be held, too.
     slots = [
         slot
         for slot in walk.slots.values()
-        if slot.variable is None or id(slot.variable) not in held
+        if slot.variable is None or id(slot.variable) not in reset_by_loops
     ]
-    return sorted(slots, key=lambda slot: slot.path)
+    return by_path(slots)
 
 
 def _spread(start: Iterable[int], further: _Further) -> set[int]:
@@ -346,7 +362,8 @@ def _is_plain_nest(value: Any) -> bool:
 
 def _has_arrays(value: Any) -> bool:
     """Returns whether a pytree has arrays, also in variables."""
-    return any(map(is_array, jax.tree.leaves(value, is_leaf=is_object)))
+    leaves = jax.tree.leaves(value, is_leaf=is_object)
+    return any(map(is_array, leaves))
 
 
 def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
@@ -360,6 +377,7 @@ def _holds_arrays(value: Any, above: tuple[int, ...] = ()) -> bool:
     if len(several) > _MANY and hold_no_arrays(several):
         return False
     above = (*above, id(value))
+    # A cycle below any child raises an error, so all of them are visited.
     found = [
         is_array(child) or _holds_arrays(child, above)
         for child in children

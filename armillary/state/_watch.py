@@ -77,9 +77,10 @@ class Watch:
                 left_out = without.get(id(part.source), ())
                 if holder == root:
                     # New attributes that no step has read do not count.
-                    leads = {n for n, child in walk.edges[root] if child in leading}
-                    only = sorted({*leads, *(names or ())}.difference(left_out))
-                    self._looks.append(_Look(part, (), only))
+                    edges = walk.edges[root]
+                    to_state = {name for name, child in edges if child in leading}
+                    wanted = to_state.union(names or ()).difference(left_out)
+                    self._looks.append(_Look(part, (), sorted(wanted)))
                 else:
                     self._add(node, part, left_out)
         for look in self._looks:
@@ -105,7 +106,10 @@ class Watch:
             self._held += part.values
             return
         adapter = node_adapter(type(node.value))
-        if adapter is None or not adapter.records_names:
+        # A name may change while its value stays. Some libraries keep the names in an
+        # attribute, which is among the values.
+        are_names_recorded = adapter is not None and adapter.records_names
+        if not are_names_recorded:
             self._views.append(part.source)
             self._held += part.names
         self._views.append(part.source.values())
@@ -134,7 +138,10 @@ class CodeWatch:
     """
 
     def __init__(
-        self, walk: Walk, names: Collection[str] | None, functions: Collection[Any]
+        self,
+        walk: Walk,
+        names: Collection[str] | None,
+        functions: Collection[Any],
     ) -> None:
         objects = [walk.nodes[key].value for key in walk.reached_from(names)]
         found = [held for held in objects if issubclass(type(held), FUNCTION_TYPES)]
@@ -157,7 +164,8 @@ class CodeWatch:
         """Returns the values that the names stood for, by path."""
         facts = find_facts(self._walk, None)
         for lookup in self._lookups:
-            facts.setdefault((lookup.path, None), self._walk.fact(lookup.value))
+            key = (lookup.path, None)
+            facts.setdefault(key, self._walk.fact(lookup.value))
         return facts
 
 

@@ -44,7 +44,9 @@ def explained_types(
         yield
     except TypeError as error:
         is_of_types = any(refusal in str(error) for refusal in _REFUSALS)
-        lines = _find_growing(step, state, batches, weak) if is_of_types else []
+        lines: list[str] = []
+        if is_of_types:
+            lines = _find_growing(step, state, batches, weak)
         if not lines:
             raise
         raise StateStructureError(
