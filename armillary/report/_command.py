@@ -36,6 +36,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     """Checks the paths and makes the page; returns a function that writes it."""
+    # Reading the runs may take long, so faults of the path are found first.
     output: Path = namespace.output
     if output.is_dir():
         raise ValueError(
@@ -43,7 +44,8 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
             "name of a file. Use `--output report.html`."
         )
     above = next(folder for folder in output.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
+    is_writable = above.is_dir() and os.access(above, os.W_OK)
+    if not is_writable:
         raise ValueError(
             f"`--output` is {str(output)!r}, but `{above}` is not a directory in which "
             "this user may write. Name a file in another directory."
@@ -59,8 +61,10 @@ def prepare_report(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
     def write() -> ExitCode:
         output.parent.mkdir(parents=True, exist_ok=True)
+        # A name of a file may hold bytes that are not UTF-8.
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
-        return print_out(f"{output} shows {', '.join(run.name for run in runs)}.")
+        names = ", ".join(run.name for run in runs)
+        return print_out(f"{output} shows {names}.")
 
     return write
 
@@ -86,34 +90,42 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     num_of_borders = 3 * len(head) + 1
     room = max(_LINE - num_taken - num_of_borders, _FEWEST)
     for row, run in zip(rows, runs, strict=True):
+        # The best checkpoint comes first, and one value after it.
         fewest = 1 if run.best is None else 2
-        row.append(_shorten(_last_values(run), fewest, room))
+        values = _last_values(run)
+        row.append(_shorten(values, fewest, room))
     table = make_table(head, rows, numbers=["step", "time", "goodput"])
     return lambda: print_out(table)
 
 
 def _as_record(run: "RecordedRun") -> dict[str, Any]:
     """Returns the facts about a run that `--json` prints."""
-    goodput = run.goodput
-    best = None
-    if run.best is not None:
-        best = {"checkpoint": str(run.best.saved.path), **run.best.mark._asdict()}
-    values: dict[str, float] = {}
-    for (source, metric), points in run.curves.items():
-        _, last = points[-1]
-        values[f"{source}/{metric}"] = last
-    return {
+    record: dict[str, Any] = {
         "run": run.name,
         "path": str(run.path),
         "began": run.began,
         "step": run.step,
         "state": run.state or None,
-        "attempts": None if goodput is None else goodput.num_attempts,
-        "seconds": None if goodput is None else goodput.total_seconds,
-        "goodput": None if goodput is None else goodput.goodput,
-        "best": best,
-        "values": values,
+        "attempts": None,
+        "seconds": None,
+        "goodput": None,
+        "best": None,
     }
+    goodput = run.goodput
+    if goodput is not None:
+        record["attempts"] = goodput.num_attempts
+        record["seconds"] = goodput.total_seconds
+        record["goodput"] = goodput.goodput
+    if run.best is not None:
+        folder = str(run.best.saved.path)
+        record["best"] = {"checkpoint": folder, **run.best.mark._asdict()}
+
+    values: dict[str, float] = {}
+    for (source, metric), points in run.curves.items():
+        _, last = points[-1]
+        values[f"{source}/{metric}"] = last
+    record["values"] = values
+    return record
 
 
 def _as_row(run: "RecordedRun") -> list[str]:
@@ -145,9 +157,10 @@ def _last_values(run: "RecordedRun") -> list[str]:
     """Returns the best checkpoint and the last values, evaluations before training."""
     from armillary.report._run_files import SPEEDS
 
-    shown: list[str] = []
+    best: list[str] = []
     if run.best is not None:
-        shown.append(str(run.best))
+        best.append(str(run.best))
+
     evaluations: list[str] = []
     training: list[str] = []
     for (source, metric), points in run.curves.items():
@@ -156,7 +169,7 @@ def _last_values(run: "RecordedRun") -> list[str]:
         _, last = points[-1]
         values = training if source == "train" else evaluations
         values.append(printable(f"{source} {metric} {last:.4g}"))
-    return shown + evaluations + training
+    return best + evaluations + training
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -185,15 +198,16 @@ def prepare_goodput(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
 
 def _print_goodput(goodput: "Goodput") -> ExitCode:
     total = goodput.total_seconds
-    rows = [
-        (category.label, f"{seconds:.1f}", f"{seconds / (total or 1):.1%}")
-        for category, seconds in goodput.seconds.items()
-    ]
-    whole = 1.0 if total else 0.0
-    sums = [("total", f"{total:.1f}", f"{whole:.1%}")]
-    table = make_table(
-        ["time", "seconds", "share"], rows, sums, numbers=["seconds", "share"]
-    )
+    divisor = total or 1.0  # Without any time, each share is 0.
+    rows: list[tuple[str, str, str]] = []
+    for category, seconds in goodput.seconds.items():
+        share = seconds / divisor
+        rows.append((category.label, f"{seconds:.1f}", f"{share:.1%}"))
+    share_of_total = 1.0 if total else 0.0
+    sums = [("total", f"{total:.1f}", f"{share_of_total:.1%}")]
+    head = ["time", "seconds", "share"]
+    table = make_table(head, rows, sums, numbers=["seconds", "share"])
+
     summary = (
         f"goodput {goodput.goodput:.1%}, {counted(goodput.num_attempts, 'attempt')}, "
         f"{counted(goodput.num_steps, 'step')}, "

@@ -75,7 +75,9 @@ def make_page(runs: Sequence[RecordedRun]) -> str:
         if content:
             body += f"<h2>{title}</h2>{content}"
     # Compressed, the script has a third of its size; the page unpacks it.
-    packed = gzip.compress(offline.get_plotlyjs().encode(), mtime=0)
+    script = offline.get_plotlyjs().encode()
+    packed = gzip.compress(script, mtime=0)
+    packed_text = base64.b64encode(packed).decode()
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -90,7 +92,7 @@ def make_page(runs: Sequence[RecordedRun]) -> str:
 <h1>{names}</h1>
 {body}
 <footer>Written by <code>armillary report</code>.</footer>
-<script type="text/plain" id="plotly">{base64.b64encode(packed).decode()}</script>
+<script type="text/plain" id="plotly">{packed_text}</script>
 <script>
 {(_FOLDER / "page.js").read_text()}</script>
 </body>
@@ -103,10 +105,11 @@ def _per_run(runs: Sequence[RecordedRun], make: Callable[[RecordedRun], str]) ->
     parts = [make(run) for run in runs]
     if len(runs) == 1 or not any(parts):
         return "".join(parts)
-    return "".join(
-        f"<h3>{_text(run.name)}</h3>{part}"
-        for run, part in zip(runs, parts, strict=True)
-    )
+
+    section = ""
+    for run, part in zip(runs, parts, strict=True):
+        section += f"<h3>{_text(run.name)}</h3>{part}"
+    return section
 
 
 def _find_record(run: RecordedRun) -> dict[str, Any]:
@@ -123,13 +126,12 @@ def _find_configs(runs: Sequence[RecordedRun]) -> list[Mapping[str, Any]]:
 
 
 def _grid(figures: Iterable[Any]) -> str:
-    cells = []
+    cells = ""
     for figure in figures:
         figure.update_layout(**_LAYOUT)
-        cells.append(
-            f'<div class="chart" data-figure="{_text(figure.to_json())}"></div>'
-        )
-    return f'<div class="grid">{"".join(cells)}</div>' if cells else ""
+        data = _text(figure.to_json())
+        cells += f'<div class="chart" data-figure="{data}"></div>'
+    return f'<div class="grid">{cells}</div>' if cells else ""
 
 
 def _draw_curves(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
@@ -149,7 +151,10 @@ def _draw_curves(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
 
 
 def _draw_curve(
-    runs: Sequence[RecordedRun], sources: Sequence[str], metric: str, plotly: Any
+    runs: Sequence[RecordedRun],
+    sources: Sequence[str],
+    metric: str,
+    plotly: Any,
 ) -> Any:
     """Draws one metric of several runs, or several sources of one run."""
     figure = plotly.Figure()
@@ -158,27 +163,30 @@ def _draw_curve(
     for number, run in enumerate(runs):
         for index, source in enumerate(sources):
             points = run.curves.get((source, metric), [])
+            # A chart of Plotly cannot show infinity or NaN.
             finite = [(step, value) for step, value in points if math.isfinite(value)]
             num_hidden += len(points) - len(finite)
             if not finite:
                 continue
+
             steps, values = zip(*thin_out(finite), strict=True)
             # A color shows a run, or a source if there is only one run.
-            color = _COLORS[(index if is_alone else number) % len(_COLORS)]
+            number_of_color = index if is_alone else number
+            color = _COLORS[number_of_color % len(_COLORS)]
+            dash = _DASHES[index % len(_DASHES)]
+            # A line does not show a single point.
+            has_markers = len(steps) < _FEW_POINTS
             figure.add_scatter(
                 x=steps,
                 y=values,
                 name=source if is_alone else f"{run.name} {source}",
-                mode="lines+markers" if len(steps) < _FEW_POINTS else "lines",
-                line={
-                    "color": color,
-                    "dash": _DASHES[index % len(_DASHES)],
-                    "width": 1.8,
-                },
+                mode="lines+markers" if has_markers else "lines",
+                line={"color": color, "dash": dash, "width": 1.8},
                 marker={"size": 5},
             )
             if is_alone and source != "train":
                 _mark_extremes(figure, finite)
+        # A line for each time that the run was started again.
         for start in run.starts[1:]:
             figure.add_vline(x=start["step"], line={"dash": "dot", "color": "#D55E00"})
 
@@ -197,7 +205,8 @@ def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
     for find, word, place in ((min, "lowest", "bottom"), (max, "highest", "top")):
         step, value = find(points, key=lambda point: point[1])
         # The text stays inside of the chart.
-        side = "left" if 2 * step > first_step + last_step else "right"
+        is_in_right_half = 2 * step > first_step + last_step
+        side = "left" if is_in_right_half else "right"
         figure.add_scatter(
             x=[step],
             y=[value],
@@ -215,12 +224,15 @@ def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Returns at most 2,000 points: the lowest and highest one of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
-    size = math.ceil(len(points) / (_MOST_POINTS // 2))
+    most_stretches = _MOST_POINTS // 2
+    size = math.ceil(len(points) / most_stretches)
     kept: list[tuple[int, float]] = []
     for begin in range(0, len(points), size):
-        stretch = sorted(points[begin : begin + size], key=lambda point: point[1])
-        lowest = stretch[0]
-        highest = stretch[-1]
+        stretch = points[begin : begin + size]
+        by_value = sorted(stretch, key=lambda point: point[1])
+        lowest = by_value[0]
+        highest = by_value[-1]
+        # A point begins with its step, so this is the order of steps.
         kept += sorted({lowest, highest})
     return kept
 
@@ -230,10 +242,14 @@ def _draw_time(runs: Sequence[RecordedRun], plotly: Any) -> Iterator[Any]:
     known = {run.name: run.goodput.seconds for run in runs if run.goodput}
     if not known:
         return
-    unit = _choose_unit(max(sum(seconds.values()) for seconds in known.values()))
+
+    longest = max(sum(seconds.values()) for seconds in known.values())
+    unit = _choose_unit(longest)
+    seconds_per_unit = _UNITS[unit]
     figure = plotly.Figure()
     for category, color in _CATEGORY_COLORS.items():
-        times = [seconds[category] / _UNITS[unit] for seconds in known.values()]
+        times = [seconds[category] / seconds_per_unit for seconds in known.values()]
+        # A use that no run has would only take room in the legend.
         if any(times):
             figure.add_bar(
                 x=times,
@@ -260,7 +276,9 @@ def show_number(value: float | None) -> str:
     """Returns a number with few digits, or an integer with all."""
     if value is None:
         return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.5g}"
 
 
 def goodput_cells(run: RecordedRun) -> tuple[str, str, str]:
@@ -268,15 +286,19 @@ def goodput_cells(run: RecordedRun) -> tuple[str, str, str]:
     goodput = run.goodput
     if goodput is None:
         return "", "", ""
+    attempts = show_number(goodput.num_attempts)
     time = format_seconds(goodput.total_seconds)
-    return show_number(goodput.num_attempts), time, f"{goodput.goodput:.1%}"
+    share = f"{goodput.goodput:.1%}"
+    return attempts, time, share
 
 
 def _overview(runs: Sequence[RecordedRun]) -> str:
     """Returns a row for each run: its progress, its time and its last values."""
     found: set[tuple[str, str]] = set()
     for run in runs:
-        found.update(key for key in run.curves if key[1] not in SPEEDS)
+        for source, metric in run.curves:
+            if metric not in SPEEDS:
+                found.add((source, metric))
     keys = sorted(found)
     # Hyperparameters that are equal in all runs stand in a table of their own.
     configs = _find_configs(runs)
@@ -292,8 +314,11 @@ def _overview(runs: Sequence[RecordedRun]) -> str:
         row += [format_time(run.began), show_number(run.step), run.state]
         row += goodput_cells(run)
         for key in keys:
+            last = None
             points = run.curves.get(key)
-            row.append(show_number(points[-1][1]) if points else "")
+            if points:
+                _, last = points[-1]
+            row.append(show_number(last))
         rows.append(row)
     return _table(head, rows)
 
@@ -306,12 +331,14 @@ def _stragglers(run: RecordedRun) -> str:
 def _checkpoints(run: RecordedRun) -> str:
     """Returns a row for each checkpoint, with evaluations of its step, and the best."""
     keys = sorted(key for key in run.curves if key[0] != "train")
-    curves = [dict(run.curves[key]) for key in keys]
+    value_by_step = [dict(run.curves[key]) for key in keys]
     rows = []
     for checkpoint in run.checkpoints:
-        row = [show_number(checkpoint.number), format_time(checkpoint.saved_at)]
-        row += [show_number(curve.get(checkpoint.number)) for curve in curves]
-        row.append(_text(checkpoint.path.relative_to(run.path)))
+        step = checkpoint.number
+        row = [show_number(step), format_time(checkpoint.saved_at)]
+        row += [show_number(values.get(step)) for values in value_by_step]
+        folder = checkpoint.path.relative_to(run.path)
+        row.append(_text(folder))
         rows.append(row)
 
     measured = [f"{source} {metric}" for source, metric in keys]
@@ -326,11 +353,13 @@ def _model(run: RecordedRun) -> str:
     parameters = run.record.get("parameters")
     if not isinstance(parameters, Mapping):
         return "<p>The run has not recorded its model.</p>"
-    sizes = [*(parameters.get("modules") or []), {**parameters, "name": "all"}]
-    rows = [
-        [_text(size["name"]), show_number(size["count"]), format_bytes(size["bytes"])]
-        for size in sizes
-    ]
+    modules = parameters.get("modules") or []
+    whole = {**parameters, "name": "all"}
+    rows: list[list[str]] = []
+    for size in [*modules, whole]:
+        name = _text(size["name"])
+        count = show_number(size["count"])
+        rows.append([name, count, format_bytes(size["bytes"])])
     return _table(["module", "parameters", "size"], rows)
 
 
@@ -343,10 +372,9 @@ def _hyperparameters(runs: Sequence[RecordedRun]) -> str:
     for run in runs:
         attempts = [start.get("config") or {} for start in run.starts]
         for name in find_differing(attempts):
-            values = ", then ".join(_as_cell(attempt.get(name)) for attempt in attempts)
-            section += (
-                f"<p>Attempts of {_text(run.name)} had {_text(name)} = {values}.</p>"
-            )
+            cells = [_as_cell(attempt.get(name)) for attempt in attempts]
+            equation = f"{_text(name)} = {', then '.join(cells)}"
+            section += f"<p>Attempts of {_text(run.name)} had {equation}.</p>"
     return section
 
 
@@ -378,28 +406,37 @@ def _side_by_side(
         values = [f"<code>{_as_cell(record.get(name))}</code>" for record in records]
         rows.append([_text(name), *values])
     differing = map(names.index, find_differing(records))
-    return _table(["", *(run.name for run in runs)], rows, differing)
+    head = ["", *(run.name for run in runs)]
+    return _table(head, rows, differing)
 
 
 def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], differing: Iterable[int] = ()
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    differing: Iterable[int] = (),
 ) -> str:
     """Returns a table of HTML cells, numbers to the right, with some rows marked."""
     columns_of_numbers: set[int] = set()
     for row in rows:
-        columns_of_numbers.update(
-            index for index, cell in enumerate(row) if cell[:1].isdigit()
-        )
+        for index, cell in enumerate(row):
+            is_number = cell[:1].isdigit()
+            if is_number:
+                columns_of_numbers.add(index)
+
     marked = set(differing)
-    lines = [_row("th", [_text(cell) for cell in head], columns_of_numbers)]
+    titles = [_text(cell) for cell in head]
+    lines = _row("th", titles, columns_of_numbers)
     for index, row in enumerate(rows):
         mark = ' class="differs"' if index in marked else ""
-        lines.append(_row("td", row, columns_of_numbers, mark))
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+        lines += _row("td", row, columns_of_numbers, mark)
+    return f'<div class="scroll"><table>{lines}</table></div>'
 
 
 def _row(
-    kind: str, cells: Sequence[str], columns_of_numbers: set[int], mark: str = ""
+    kind: str,
+    cells: Sequence[str],
+    columns_of_numbers: set[int],
+    mark: str = "",
 ) -> str:
     """Returns a row of a table, whose cells are of a kind: `"th"` or `"td"`."""
     shown = ""

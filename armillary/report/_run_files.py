@@ -64,7 +64,9 @@ class RecordedRun:
         last = self.entries[-1]
         if last.is_done:
             return "done"
-        return "stopped" if last.event == "stop" else "not done"
+        if last.event == "stop":
+            return "stopped"
+        return "not done"
 
     @property
     def starts(self) -> list[Mapping[str, Any]]:
@@ -114,8 +116,10 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedR
     """Reads the files of one run."""
     path = Path(path)
     journals = find_journals(path)
+    entries: Iterable[Entry] = ()
     # Several journals belong to several runs.
-    entries = read_entries(journals[0]) if len(journals) == 1 else ()
+    if len(journals) == 1:
+        entries = read_entries(journals[0])
 
     folders = [epath.Path(path)]
     folders += [epath.Path(child) for child in path.iterdir() if child.is_dir()]
@@ -123,19 +127,22 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedR
     for folder in folders:
         checkpoints += find_checkpoints(folder)
     checkpoints.sort(key=lambda each: each.number)
+    best_of_folders = map(read_best, folders)
     return RecordedRun(
         name=name or path.resolve().name,
         path=path,
         records=tuple(read_metrics(path)),
         entries=tuple(entries),
         checkpoints=tuple(checkpoints),
-        best=next(filter(None, map(read_best, folders)), None),
+        best=next(filter(None, best_of_folders), None),
     )
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the directories of all runs at or below one, in order of names."""
-    found = list(_find_runs_below(Path(path))) if os.path.isdir(path) else []
+    found: list[Path] = []
+    if os.path.isdir(path):
+        found += _find_runs_below(Path(path))
     if not found:
         raise ValueError(
             f"`{path}` is not a directory with a `{METRICS_NAME}` in it or below. A "
@@ -155,7 +162,12 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RecordedRun]:
     num_parts = 1
     while len({run.parts[-num_parts:] for run in found}) < len(found):
         num_parts += 1
-    return [read_run(run, "/".join(run.parts[-num_parts:])) for run in found]
+
+    runs: list[RecordedRun] = []
+    for run in found:
+        name = "/".join(run.parts[-num_parts:])
+        runs.append(read_run(run, name))
+    return runs
 
 
 def _find_runs_below(path: Path) -> Iterator[Path]:
@@ -165,15 +177,18 @@ def _find_runs_below(path: Path) -> Iterator[Path]:
     with_goodput = {child for child in folders if (child / GOODPUT_NAME).is_file()}
     trained = {child for child in with_metrics if _has_trained(child)}
     # One run may have folders for its summaries, evaluations and checkpoints.
-    holds_one_run = len(trained) == 1 and with_metrics | with_goodput > trained
+    has_others = with_metrics | with_goodput > trained
+    holds_one_run = len(trained) == 1 and has_others
     if (path / METRICS_NAME).is_file() or holds_one_run:
         yield path
         return
     for folder in folders:
+        # A link may lead to a folder above, and so to an endless search.
         if not folder.is_symlink():
             yield from _find_runs_below(folder)
 
 
 def _has_trained(folder: Path) -> bool:
+    # `MetricsFile` writes "record" first, so the lines need not be decoded.
     with open(folder / METRICS_NAME, "rb") as file:
         return any(line.startswith(b'{"record": "start"') for line in file)
