@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 import armillary
 from armillary import pretrained
 from tests.examples.loading import load_example
+from tests.examples.running import run_well
 
 pytestmark = pytest.mark.slow
 
@@ -178,3 +179,21 @@ def test_bert_gives_the_same_logits_and_goes_back(transformers, tmp_path, kind):
     again = type(theirs).from_pretrained(tmp_path / "mine").eval()
     found = compute(again, input_ids=TOKENS, attention_mask=mask, token_type_ids=types)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_llama_with_merged_adapters_is_read_by_transformers(transformers, tmp_path):
+    torch = pytest.importorskip("torch")
+    options = ("--model", tmp_path / "llama", "--run-dir", tmp_path / "run")
+    run_well("llama_lora.py", *options, "--steps", 20)
+
+    merged = tmp_path / "run" / "merged"
+    theirs = transformers.LlamaForCausalLM.from_pretrained(merged)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+
+    config = families.read_config(merged)
+    ours = decoder.Decoder(config, nnx.Rngs(1))
+    pretrained.load(ours, merged, families.make_names(config))
+    np.testing.assert_allclose(
+        ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
+    )

@@ -1,0 +1,65 @@
+"""Tests that a Llama is fine-tuned, resumed after a kill, and saved."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.environment import forget_devices
+from tests.examples.loading import EXAMPLES
+from tests.examples.running import read_steps, run_well
+from tests.patience import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def make_arguments(folder: Path) -> list[str]:
+    options = {
+        "--model": folder.parent / "llama",
+        "--run-dir": folder,
+        "--steps": 60,
+    }
+    return [str(word) for pair in options.items() for word in pair]
+
+
+def run_and_kill(folder: Path) -> None:
+    """Runs the program, and kills it once it has a checkpoint after its first loop."""
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "llama_lora.py"), *make_arguments(folder)],
+        env={**forget_devices(), "PYTHONPATH": str(EXAMPLES.parent)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until((folder / "checkpoints" / "checkpoint_20").exists, seconds=200)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_a_kill_changes_nothing_and_only_adapted_weights_change(tmp_path):
+    run_well("llama_lora.py", *make_arguments(tmp_path / "whole"))
+
+    run_and_kill(tmp_path / "killed")
+    result = run_well("llama_lora.py", *make_arguments(tmp_path / "killed"))
+
+    assert min(read_steps(result.stderr)) > 20
+    whole, killed = (
+        (tmp_path / name / "merged" / "model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    )
+    assert killed == whole
+
+    base = load_file(tmp_path / "llama" / "model.safetensors")
+    merged = load_file(tmp_path / "whole" / "merged" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    changed = {name for name in base if not np.array_equal(base[name], merged[name])}
+    assert changed == {name for name in base if "_proj" in name}
+    # The base is not in the checkpoints.
+    checkpoint = tmp_path / "whole" / "checkpoints" / "checkpoint_60"
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    assert size < sum(array.nbytes for array in base.values())
