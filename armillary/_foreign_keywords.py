@@ -1,4 +1,4 @@
-"""Keywords of Orbit, tf.distribute, Keras and Lightning, and the advice for each."""
+"""Keywords of Orbit, tf.distribute and other libraries, and the advice for each."""
 
 _PROCESSES = "Leave it out: the strategy has joined the processes."
 _TRAINER_ONLY = "Leave it out: an evaluation changes nothing that lasts."
@@ -20,13 +20,21 @@ _WEIGHTS = (
 _NEWEST_STAY = "Leave it out: the newest `max_to_keep` checkpoints stay."
 _BEST_STAYS = "Leave it out: `keep_best` keeps the best besides the newest."
 _IN_STEPS = "It is called `checkpoint_interval` here, and counts steps."
+_MOST_TO_KEEP = "It is called `max_to_keep` here."
+_BEST_METRIC = "It is called `keep_best` here."
+_BEST_DIRECTION = "It is called `higher_is_better` here, and is `True` or `False`."
+_RESTORES_BEST = (
+    "Leave it out, and call `checkpoint_manager.restore_best()` after training."
+)
+_ACCUMULATES = "Write `StandardTrainerOptions(accumulate_steps=...)` for the trainer."
+_PRECISION = 'The trainer takes it: `StandardTrainerOptions(precision="bf16")`.'
 _KEEPS_BEST = (
     "`CheckpointManager` takes it: `keep_best=..., higher_is_better=...`. To stop "
     "early, write `eval_actions=[armillary.actions.EarlyStopping(...)]`."
 )
 
-# Keywords of Orbit, `tf.distribute`, Keras and Lightning, and the advice for each. If
-# the advice depends on the class or function, its name is in front.
+# Keywords of Orbit, `tf.distribute`, Keras, Lightning, Transformers and Orbax, and the
+# advice for each. If the advice depends on the class or function, its name is in front.
 ANSWERS = {
     "use_tf_function": "It is called `compile_step` here.",
     "use_tf_while_loop": "It is called `compile_loop` here.",
@@ -111,6 +119,21 @@ ANSWERS = {
     "Controller.save_best_only": _OF_THE_MANAGER.format("keep_best=..."),
     "Controller.every_n_train_steps": _OF_THE_MANAGER.format("checkpoint_interval=..."),
     "Controller.save_freq": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.save_steps": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.save_interval": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.checkpoint_interval": _OF_THE_MANAGER.format("checkpoint_interval=..."),
+    "Controller.save_total_limit": _OF_THE_MANAGER.format("max_to_keep=..."),
+    "Controller.max_to_keep": _OF_THE_MANAGER.format("max_to_keep=..."),
+    "Controller.max_checkpoints": _OF_THE_MANAGER.format("max_to_keep=..."),
+    "Controller.metric_for_best_model": _OF_THE_MANAGER.format(
+        "keep_best=..., higher_is_better=..."
+    ),
+    "Controller.load_best_model_at_end": _RESTORES_BEST,
+    "Controller.output_dir": _HAS_A_MANAGER,
+    "Controller.num_train_epochs": _OF_METHODS.format("train(epochs=...)"),
+    "Controller.per_device_train_batch_size": _OF_THE_DATA.format("batch_size=..."),
+    "Controller.logging_steps": "It is called `log_interval` here.",
+    "Controller.logging_dir": "It is called `summary_dir` here.",
     "Controller.mode": _OF_THE_MANAGER.format("keep_best=..., higher_is_better=..."),
     "Controller.train.batch_size": _OF_THE_DATA.format("batch_size=..."),
     "Controller.train.callbacks": _OF_THE_CONTROLLER.format(
@@ -139,26 +162,23 @@ ANSWERS = {
     "Controller.devices": _OF_THE_STRATEGY.format("MirroredStrategy(devices)"),
     "Controller.accelerator": _OF_THE_STRATEGY.format("MirroredStrategy()"),
     "Controller.num_nodes": _OF_THE_STRATEGY.format("MultiWorkerMirroredStrategy()"),
-    "Controller.precision": (
-        'The trainer takes it: `StandardTrainerOptions(precision="bf16")`.'
-    ),
+    "Controller.precision": _PRECISION,
+    "Controller.bf16": _PRECISION,
     "Controller.verbose": "It is called `progress` here.",
     "Controller.enable_progress_bar": "It is called `progress` here.",
     "Controller.monitor": _KEEPS_BEST,
     "gradient_clip_val": _CLIPS,
     "clipnorm": _CLIPS,
-    "accumulate_grad_batches": (
-        "Write `StandardTrainerOptions(accumulate_steps=...)` for the trainer."
-    ),
+    "max_grad_norm": _CLIPS,
+    "accumulate_grad_batches": _ACCUMULATES,
+    "Controller.gradient_accumulation_steps": _ACCUMULATES,
     "resume_from_checkpoint": _RESTORES,
     "ckpt_path": _RESTORES,
     "log_every_n_steps": "It is called `log_interval` here.",
-    "CheckpointManager.monitor": "It is called `keep_best` here.",
+    "CheckpointManager.monitor": _BEST_METRIC,
     "EarlyStopping.monitor": "It is called `metric` here.",
     "NewBestMetric.monitor": "It is called `metric` here.",
-    "EarlyStopping.restore_best_weights": (
-        "Leave it out, and call `checkpoint_manager.restore_best()` after training."
-    ),
+    "EarlyStopping.restore_best_weights": _RESTORES_BEST,
     "mode": "Say so with `higher_is_better=True`, or `False`.",
     "CheckpointManager.save_top_k": _BEST_STAYS,
     "CheckpointManager.save_best_only": _BEST_STAYS,
@@ -168,6 +188,18 @@ ANSWERS = {
     "CheckpointManager.period": _IN_STEPS,
     "CheckpointManager.save_freq": _IN_STEPS,
     "CheckpointManager.save_interval_steps": _IN_STEPS,
+    "CheckpointManager.save_interval": _IN_STEPS,
+    "CheckpointManager.save_steps": _IN_STEPS,
+    "CheckpointManager.save_every": _IN_STEPS,
+    "CheckpointManager.save_total_limit": _MOST_TO_KEEP,
+    "CheckpointManager.max_checkpoints": _MOST_TO_KEEP,
+    "CheckpointManager.keep": _MOST_TO_KEEP,
+    "CheckpointManager.metric_for_best_model": _BEST_METRIC,
+    "CheckpointManager.best_fn": _BEST_METRIC,
+    "CheckpointManager.greater_is_better": _BEST_DIRECTION,
+    "CheckpointManager.best_mode": _BEST_DIRECTION,
+    "CheckpointManager.load_best_model_at_end": _RESTORES_BEST,
+    "CheckpointManager.output_dir": "It is called `directory` here.",
     "CheckpointManager.dirpath": "It is called `directory` here.",
     "CheckpointManager.filepath": "It is called `directory` here.",
     "CheckpointManager.filename": (

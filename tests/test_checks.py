@@ -38,7 +38,10 @@ OLD = {
         *("checkpoint_name", "monitor", "mode", "save_top_k", "save_best_only"),
         *("every_n_train_steps", "save_freq", "save_last", "every_n_epochs"),
         *("period", "save_interval_steps", "dirpath", "filepath", "filename"),
-        "save_weights_only",
+        *("save_weights_only", "save_interval", "save_steps", "save_every"),
+        *("save_total_limit", "max_checkpoints", "keep", "metric_for_best_model"),
+        *("best_fn", "greater_is_better", "best_mode", "load_best_model_at_end"),
+        "output_dir",
     ],
     armillary.Controller.train: [
         *("batch_size", "callbacks", "validation_data", "verbose"),
@@ -68,7 +71,12 @@ OLD = {
         *("class_weight", "sample_weight", "run_eagerly", "profiler"),
         *("deterministic", "benchmark", "default_root_dir", "checkpoint_dir"),
         *("enable_checkpointing", "save_weights_only", "save_top_k", "mode"),
-        *("save_best_only", "every_n_train_steps", "save_freq"),
+        *("save_best_only", "every_n_train_steps", "save_freq", "save_steps"),
+        *("save_interval", "checkpoint_interval", "save_total_limit", "max_to_keep"),
+        *("max_checkpoints", "metric_for_best_model", "load_best_model_at_end"),
+        *("output_dir", "num_train_epochs", "per_device_train_batch_size"),
+        *("logging_steps", "logging_dir", "gradient_accumulation_steps", "bf16"),
+        "max_grad_norm",
     ],
 }
 
