@@ -21,10 +21,9 @@ from armillary.distribute.replica._pure_state import (
     has_data,
     lend,
     own_state,
-    take_back,
 )
 from armillary.state._lift import refuse_types
-from armillary.state._slots import LeafKind, Trait, describe, with_trait
+from armillary.state._slots import LeafKind, Trait, with_trait
 from armillary.state._tree import (
     PURE_STATE,
     Leaf,
@@ -45,6 +44,7 @@ from armillary.trainer._returned_metrics import (
     read_totals,
     with_room_for_metrics,
 )
+from armillary.trainer._returned_pair import take_pair
 from armillary.trainer._standard_evaluator import StandardEvaluator
 from armillary.trainer._standard_trainer import LoopsOnDevice, StandardTrainer
 from armillary.typing import Batch, Output, PyTree
@@ -216,18 +216,10 @@ class StepTrainer(StandardTrainer, PureStateOwner):
     def _run(self, *batches: Batch) -> None:
         with explained_types(self._step, self.state, batches, self._weak):
             result = self._step(lend(self.state), *batches)
-        is_tuple = isinstance(result, tuple)
-        if not is_tuple or len(result) != 2:
-            shown = f"{len(result)} values" if is_tuple else describe(result)
-            raise TypeError(
-                f"`step` returned {shown}, but it must return a pair: the state after "
-                "the step, and its metrics. Write `return state, metrics`, with `{}` "
-                "if there are none."
-            )
-        new_state = take_back(self.state, result[0])
+        new_state, metrics = take_pair(self.state, result)
         # The metrics come before the state, because a step whose metrics have no room
         # yet runs again. Without data, each step has the same weight.
-        add_metrics(self._metrics, result[1], batches)
+        add_metrics(self._metrics, metrics, batches)
         self.state = new_state
 
     def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:

@@ -262,8 +262,10 @@ def count(state, batch):
         (drop, StateStructureError, "`state['rate']` is gone"),
         (widen, StateStructureError, "`state['w']` was float32 (3,) and became"),
         (count, StateStructureError, "`state['rate']`, which is not an array but 0.5"),
-        (lambda s, _: ({}, s), StateStructureError, "`return state, metrics`"),
-        (lambda state, batch: state, TypeError, "it must return a pair"),
+        (lambda s, _: ({}, s), StateStructureError, "Are the two swapped? Write "),
+        (lambda s, _: ({}, s["w"]), StateStructureError, "`state['w']` is gone"),
+        (lambda state, batch: state, TypeError, "the state alone, without metrics"),
+        (lambda state, batch: None, TypeError, "nothing, but it must return a pair"),
         (lambda state, batch: (state, 0, 1), TypeError, "returned 3 values, but it"),
         (lambda state, batch: (state, 3.0), TypeError, "must be a dictionary"),
     ],
@@ -273,6 +275,18 @@ def test_wrong_results_of_a_step_are_errors(step, error, message):
     trainer = armillary.StepTrainer(step, state, from_arrays(DATA, batch_size=8))
     with pytest.raises(error, match=re.escape(message)):
         trainer.train(1)
+
+
+def test_a_state_of_two_parts_without_metrics_is_not_taken_for_a_pair():
+    state = {"w": jnp.zeros(3)}, jnp.zeros(2)
+    data = from_arrays(DATA, batch_size=8)
+    alone = armillary.StepTrainer(lambda state, batch: state, state, data)
+    with pytest.raises(TypeError, match=r"the state alone, .* with `\{\}` if"):
+        alone.train(1)
+
+    swapped = armillary.StepTrainer(lambda state, _: ({"n": 1}, state), state, data)
+    with pytest.raises(StateStructureError, match=r"the state second, .* swapped"):
+        swapped.train(1)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,12 @@ def _take_object(old: Any, new: Any) -> Any:
     return old
 
 
+def is_like(held: PyTree, returned: PyTree) -> bool:
+    """Returns whether a value could be the state that a step left."""
+    new = _map_states(_equinox.is_replica_state, _equinox.as_state, returned)
+    return next(_find_changes(held, new, ()), None) is None
+
+
 def check_state(before: PyTree, after: PyTree) -> None:
     """Raises, with all places, if a step returns a different kind of state."""
     problems = list(_find_changes(before, after, ()))
