@@ -44,11 +44,12 @@ from armillary.checkpoint._selection import (
     as_paths,
     is_inside,
     show_parts,
+    show_path,
 )
 from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
 from armillary.cluster._peers import Peers
-from armillary.data.sources._source import MAY_BE_MISSING
+from armillary.data.sources._source import IS_POSITION, MAY_BE_MISSING
 from armillary.errors import CheckpointError
 from armillary.state._adapters import node_adapter
 from armillary.state._holders import is_frozen
@@ -417,11 +418,8 @@ class Checkpoint(OfOneProcess):
                     may_refuse = is_inside(name, may_differ)
                     if not (may_refuse and isinstance(error, ValueError)):
                         parts = show_parts({name, *may_differ})
-                        error.add_note(
-                            f"That is `{name}`, so nothing was restored. If it changed "
-                            "on purpose, it can stay as the program makes it: "
-                            f"`CheckpointManager(..., may_differ={parts})`."
-                        )
+                        manager = f"`CheckpointManager(..., may_differ={parts})`"
+                        error.add_note(self._explain_refusal(name, manager))
                         raise
                     refused[name] = str(error)
             if any(is_inside(name, may_differ) for name in states):
@@ -441,6 +439,27 @@ class Checkpoint(OfOneProcess):
                     error.add_note(f"`{name}` was not set back: {later_error!r}")
             raise
         return refused
+
+    def _explain_refusal(self, name: str, manager: str) -> str:
+        if name in self.data_positions:
+            return (
+                f"That is `{show_path(name, self.data_positions)}`, so nothing was "
+                "restored. If the data changed on purpose, write "
+                f"{manager}. It restores the arrays, and the data begins at its start."
+            )
+        return (
+            f"That is `{name}`, so nothing was restored. If it changed on purpose, it "
+            f"can stay as the program makes it: {manager}."
+        )
+
+    @property
+    def data_positions(self) -> set[str]:
+        """Names of states that are the position of an object in its data."""
+        return {
+            name
+            for name, value in self.states.items()
+            if hasattr(value.get_state, IS_POSITION)
+        }
 
     @property
     def missing_before(self) -> set[str]:

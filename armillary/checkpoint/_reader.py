@@ -42,7 +42,12 @@ from armillary.checkpoint._folder import (
 )
 from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.checkpoint._packed import find_names, unpack
-from armillary.checkpoint._selection import RestoreReport, Selection, match
+from armillary.checkpoint._selection import (
+    RestoreReport,
+    Selection,
+    match,
+    show_path,
+)
 from armillary.checkpoint._storage import is_remote
 from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
@@ -233,18 +238,20 @@ def restore_from(
         )
 
     done = tuple(name for name in taken if name not in refused)
+    positions = tuple(sorted(checkpoint.data_positions))
     refusals: list[str] = []
     for name in sorted(refused):
         text = refused[name]
         # The last line of a long message is the fix, which is not needed here.
         shown = text.rpartition("\n")[0] or text
-        refusals.append(f"~ {name}: {shown}")
+        refusals.append(f"~ {show_path(name, positions)}: {shown}")
     report = RestoreReport(
         path=str(source),
         restored=done,
         kept=tuple(sorted(program.keys() - done)),
         unused=tuple(sorted(all_saved.keys() - done)),
         differences=(*differences, *refusals),
+        data_positions=positions,
     )
     if report.kept or report.unused:
         is_new = selection.only is None and report.kept

@@ -34,6 +34,9 @@ class RestoreReport(NamedTuple):
         unused: Paths of the checkpoint that were not used.
         differences: A line for each difference in a part of `may_differ`, which was
             therefore not restored.
+        data_positions: Paths of trainers. For such a path, `restored`, `kept` and
+            `unused` say what happened to the position in the data of the trainer. The
+            arrays of the trainer have longer paths.
     """
 
     path: str
@@ -41,6 +44,7 @@ class RestoreReport(NamedTuple):
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
+    data_positions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.path:
@@ -54,7 +58,8 @@ class RestoreReport(NamedTuple):
         ):
             lines.append(f"{len(entries)} {title}{':' if entries else '.'}")
             if entries:
-                lines.append(list_lines(entries))
+                shown = [show_path(path, self.data_positions) for path in entries]
+                lines.append(list_lines(shown))
         if self.differences:
             lines += [
                 "Differences that `may_differ` allows:",
@@ -297,6 +302,11 @@ def _find_parts(paths: Iterable[str], others: Collection[str]) -> set[str]:
         apart = [part for part in _parts_with(name) if part not in around_others]
         parts.add(apart[0] if apart else name)
     return parts
+
+
+def show_path(path: str, data_positions: Collection[str]) -> str:
+    """Returns a path; the path of a trainer says that its arrays are not meant."""
+    return f"{path} (the position in its data)" if path in data_positions else path
 
 
 def show_parts(parts: Collection[str]) -> str:

@@ -26,6 +26,7 @@ from armillary.data.feed._position import (
     check_same_order,
     decode_position,
     encode_position,
+    log_new_size,
 )
 from armillary.data.feed._reader import BatchReader
 from armillary.data.feed._split import Splitter
@@ -368,6 +369,7 @@ class DistributedDataset(OfOneProcessOnceUsed):
         position = decode_position(state, self.source_name)
         if not position.is_between_passes:
             check_same_order(state.get(_ORDER, {}), self._order)
+            log_new_size(position.full_size, self.source.full_size, self.source_name)
             is_indexed = self.input.is_indexed
             if is_indexed and not self.is_endless and "epoch" in position.source:
                 # The state of a repeating source counts all epochs as one pass.

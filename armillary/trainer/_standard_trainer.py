@@ -10,7 +10,7 @@ from armillary._checks import check_positive_int
 from armillary._logging import logger
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._source import may_be_missing
+from armillary.data.sources._source import may_be_missing, returns_position
 from armillary.distribute._strategy import Strategy
 from armillary.errors import DatasetStateError
 from armillary.trainer._claims import claimed
@@ -132,6 +132,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         return started.outputs()[0]
 
     @may_be_missing
+    @returns_position
     def get_state(self) -> list[Any]:
         """Returns the position in each dataset; `None` for data without positions.
 

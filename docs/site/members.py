@@ -12,6 +12,7 @@ from typing import NamedTuple
 INTERNAL = {
     "Checkpoint": (
         "find_missing",
+        "data_positions",
         "missing_before",
         "passing",
         "read_content",

@@ -152,7 +152,7 @@ def test_data_that_have_grown_begin_again(make, caplog):
     assert position_of(third) == position_of(second)
 
 
-def test_other_data_and_a_new_array_of_one_trainer_begin_again(tmp_path):
+def test_other_data_and_a_new_array_of_one_trainer_begin_again(tmp_path, caplog):
     def make(seed=0, may_differ=(), **arrays):
         source = armillary.data.from_arrays(
             {"x": np.ones((16, 3), "float32")}, batch_size=4, shuffle_seed=seed
@@ -180,9 +180,15 @@ def test_other_data_and_a_new_array_of_one_trainer_begin_again(tmp_path):
     with pytest.raises(DatasetStateError) as info:
         manager.restore_or_initialize()
     (note,) = info.value.__notes__
+    assert "`trainer (the position in its data)`" in note
     assert f"`CheckpointManager(..., may_differ=['trainer', '{part}'])`" in note
+    assert "It restores the arrays, and the data begins at its start" in note
     trainer, manager = make(1, may_differ=["trainer", part], extra=jnp.zeros(2))
     manager.restore_or_initialize()
+    text = caplog.text
+    kept = "left as they were:\n  trainer (the position in its data)\n  trainer/state/"
+    assert kept in text
+    assert "~ trainer (the position in its data): `state` was saved from other" in text
     np.testing.assert_array_equal(trainer.state["w"], np.full(3, 2.0))
     np.testing.assert_array_equal(trainer.state["extra"], np.zeros(2))
 

@@ -84,7 +84,21 @@ def test_a_checkpoint_without_a_position_is_restored_with_a_warning(
     checkpoint = armillary.Checkpoint(trainer=trainer)
     armillary.CheckpointManager(checkpoint, tmp_path).restore_or_initialize()
     np.testing.assert_array_equal(trainer.model.kernel[...], kernel)
-    assert "1 of the program, left as they were:\n  trainer" in caplog.text
+    kept = "1 of the program, left as they were:\n  trainer (the position in its data)"
+    assert kept in caplog.text
+
+
+def make_half():
+    return make_data(batch_size=4)
+
+
+def test_a_resumed_run_with_another_batch_size_says_so(tmp_path, caplog):
+    line = "the batch was 8 at the save and is 4 now"
+    with caplog.at_level("INFO", logger="armillary"):
+        run(tmp_path, 3, 4)
+        assert "the batch was" not in caplog.text
+        run(tmp_path, 5, data=make_half)
+        assert caplog.text.count(line) == 1
 
 
 def test_a_position_moves_with_the_strategy():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from armillary._checks import list_lines
+from armillary._logging import logger
 from armillary.errors import DatasetStateError
 
 
@@ -62,6 +63,19 @@ def check_same_order(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"its position would be wrong here:\n{list_lines(lines)}\n"
             "Pass the data and the seed that the state was saved with."
         )
+
+
+def log_new_size(saved: int | None, own: int | None, kind: str) -> None:
+    """Logs that batches have another size than at a save, if both sizes are known."""
+    if saved is None or own is None or saved == own:
+        return
+    logger.info(
+        "the batch was %d at the save and is %d now (%s): the data continues at the "
+        "same example, but steps, schedules and epochs count differently.",
+        saved,
+        own,
+        kind,
+    )
 
 
 def _encode(value: Any, kind: str) -> Any:

@@ -16,6 +16,7 @@ from armillary.typing import Batch
 POSITION = ("get_state", "set_state")
 """The methods of iterators that have positions."""
 MAY_BE_MISSING = "may_be_missing"
+IS_POSITION = "is_position"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -214,6 +215,12 @@ def from_iterator(iterator: Any) -> IterableSource:
         return iterator
 
     return IterableSource(begin, "iterator", is_repositionable=can_go_back)
+
+
+def returns_position(get_state: _Method) -> _Method:
+    """Marks the `get_state` of a class whose only state is a position in its data."""
+    setattr(get_state, IS_POSITION, True)
+    return get_state
 
 
 def may_be_missing(get_state: _Method) -> _Method:
