@@ -1,13 +1,16 @@
 """The README shows what its program prints, and the error of a forgotten line."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+from armillary.project._command import prepare_new
 from tests.meta.test_docs import REPOSITORY, find_blocks, find_missing
 from tests.meta.test_site import load
 from tests.patience import patience
@@ -27,8 +30,9 @@ OF_THE_TESTS = (
 
 
 def read_program():
-    (program,) = (body for info, _, body in find_blocks(README) if info == "python")
-    return program
+    """Returns the first program; the other one continues it with Flax NNX."""
+    blocks = [body for info, _, body in find_blocks(README) if info == "python"]
+    return blocks[0]
 
 
 def read_shown(first_words):
@@ -53,6 +57,22 @@ def run(program, folder, *command):
         text=True,
         timeout=patience(300),
     )
+
+
+def test_the_commands_after_new_are_the_commands_that_it_prints(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    prepare_new(argparse.Namespace(directory=Path("my_project")))()
+    printed = read_commands(capsys.readouterr().out.partition("Continue with:\n")[2])
+    shown = read_commands(read_shown("pip install ."))
+    start = shown.index("armillary new my_project") + 1
+    assert len(shown[start:]) == 4
+    assert shown[start:] == printed[:4]
+
+
+def read_commands(text):
+    return [line.partition(" #")[0].strip() for line in text.splitlines()]
 
 
 @pytest.mark.slow
