@@ -2,7 +2,7 @@
 
 These peers train the same function of the same parameters, with the same Optax
 optimizer and the same batches in the same order, so their losses must be the same too.
-What differs is the loop around the step.
+Only the loop around the step differs.
 """
 
 from collections.abc import Iterator

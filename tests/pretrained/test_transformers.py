@@ -192,7 +192,8 @@ def test_a_llama_with_merged_adapters_is_read_by_transformers(transformers, tmp_
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
 
     config = families.read_config(merged)
-    ours = decoder.Decoder(config, nnx.Rngs(1))
+    strategy = armillary.OneDeviceStrategy("cpu:0")
+    ours = strategy.make(lambda: decoder.Decoder(config, nnx.Rngs(1)))
     pretrained.load(ours, merged, families.make_names(config))
     np.testing.assert_allclose(
         ours(TOKENS), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()

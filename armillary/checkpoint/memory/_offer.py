@@ -1,4 +1,4 @@
-"""What each process has in memory, and the choice of a snapshot that is whole.
+"""The shares that each process has in memory, and the choice of a whole snapshot.
 
 All processes exchange their offers, and then find the same answers.
 """
