@@ -118,7 +118,7 @@ def decode(tokens: np.ndarray, characters: str) -> str:
 def make_questions(rows: dict) -> list[Question]:
     """Returns questions about packed text: which choice continues the context?"""
     pieces = []
-    for tokens, segments in zip(rows["tokens"], rows["segments"], strict=True):
+    for tokens, segments in zip(rows["tokens"], rows["segment_ids"], strict=True):
         for segment in range(1, segments.max() + 1):
             piece = tokens[segments == segment]
             if len(piece) == len(tokens):  # long enough, and alone in its row
