@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import armillary
 from armillary._launcher import SKIPPED
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
 from armillary.checkpoint.memory import _room, _share, _tier
+from armillary.checkpoint.memory._offer import find_keepers
 from armillary.cluster._peers import ALONE
 from armillary.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint import soak_program as program
@@ -697,3 +700,15 @@ def test_two_trainings_in_one_program_continue_from_memory(tmp_path, memory):
 
     assert start == 16
     assert found == expected
+
+
+@given(st.lists(st.sampled_from("ABCD"), min_size=1, max_size=12))
+def test_copies_are_on_another_machine_if_there_is_one_for_each(machines):
+    keepers = find_keepers(machines)
+
+    assert sorted(keepers) == list(range(len(machines)))
+    if len(machines) > 1:
+        assert all(keeper != index for index, keeper in enumerate(keepers))
+    if max(map(machines.count, machines)) <= len(machines) / 2:
+        for index, keeper in enumerate(keepers):
+            assert machines[keeper] != machines[index]

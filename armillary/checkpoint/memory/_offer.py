@@ -5,6 +5,7 @@ All processes exchange their offers, and then find the same answers.
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -96,12 +97,18 @@ def find_candidates(
             yield Candidate(snapshot, found[snapshot])
 
 
-def find_ring(machines: Sequence[str]) -> list[int]:
-    """Returns the processes so that neighbors are on different machines, if possible.
+def find_keepers(machines: Sequence[str]) -> list[int]:
+    """Returns for each process the process that keeps a copy of its share.
 
-    Each process holds the copy of the process before it.
+    Each process keeps one copy. It is of a process on another machine, unless more than
+    half of the processes are on one machine.
     """
-    ranks: list[int] = []
-    for index, machine in enumerate(machines):
-        ranks.append(machines[:index].count(machine))
-    return sorted(range(len(machines)), key=lambda index: (ranks[index], index))
+    count = len(machines)
+    by_machine = sorted(range(count), key=lambda index: (machines[index], index))
+    largest = max(Counter(machines).values())
+    # Processes of one machine are neighbors, so none of them is this far away.
+    distance = largest if largest < count else 1
+    keepers = [0] * count
+    for place, index in enumerate(by_machine):
+        keepers[index] = by_machine[(place + distance) % count]
+    return keepers

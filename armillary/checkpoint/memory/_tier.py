@@ -34,7 +34,7 @@ from armillary.checkpoint.memory._offer import (
     Holder,
     Offer,
     find_candidates,
-    find_ring,
+    find_keepers,
     parse_offer,
 )
 from armillary.checkpoint.memory._room import (
@@ -387,13 +387,11 @@ class MemoryTier:
         texts = self._peers.gather("the sizes of shares", str(own_bytes))
         sizes = [int(text) for text in texts]
         machines = [offer.machine for offer in self._offers]
-        ring = find_ring(machines)
-
-        needed: dict[str, int] = {}
-        for place, index in enumerate(ring):
-            copied = 0 if self._peers.is_alone else sizes[ring[place - 1]]
-            machine = machines[index]
-            needed[machine] = needed.get(machine, 0) + 2 * (sizes[index] + copied)
+        needed = dict.fromkeys(machines, 0)
+        for index, keeper in enumerate(find_keepers(machines)):
+            needed[machines[index]] += 2 * sizes[index]
+            if not self._peers.is_alone:
+                needed[machines[keeper]] += 2 * sizes[index]
 
         # Older snapshots make room for new ones.
         free = self._offers[self._peers.index].free_bytes + count_bytes(self._folder)
@@ -420,18 +418,17 @@ class MemoryTier:
             describe_share(file.parent, dataclasses.replace(share, parts=parts))
             if self._peers.is_alone:
                 return
-            address = self._find_neighbor().address
+            address = self._find_keeper().address
             assert address is not None  # or this process would be alone
             with connected(address) as connection:
                 connection.copy(self._folder, place)
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
 
-    def _find_neighbor(self) -> Offer:
-        """Returns the offer of the process that holds the copy of the own share."""
-        ring = find_ring([offer.machine for offer in self._offers])
-        after = ring.index(self._peers.index) + 1
-        return self._offers[ring[after % len(ring)]]
+    def _find_keeper(self) -> Offer:
+        """Returns the offer of the process that keeps the copy of the own share."""
+        keepers = find_keepers([offer.machine for offer in self._offers])
+        return self._offers[keepers[self._peers.index]]
 
     def _describe_cost(self, share: Share, waited: float) -> str:
         size = share.num_bytes / _MEGABYTE
