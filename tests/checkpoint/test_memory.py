@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import armillary
 from armillary._launcher import SKIPPED
 from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
-from armillary.checkpoint.memory import _room, _share, _tier
+from armillary.checkpoint.memory import _meeting, _room, _share, _tier
 from armillary.checkpoint.memory._offer import find_keepers
 from armillary.cluster._peers import ALONE
 from armillary.errors import CheckpointError, CheckpointMismatchError
@@ -493,7 +493,7 @@ def test_a_disk_that_does_not_answer_costs_a_snapshot(
 
     keep(manager)
     with monkeypatch.context() as patch:
-        patch.setattr(_tier, "find_checkpoints", fail)
+        patch.setattr(_meeting, "find_checkpoints", fail)
         keep(manager)
 
     assert "No snapshot was taken in memory at step 10" in caplog.text
