@@ -1,11 +1,9 @@
 """The programs of several processes that write and read one checkpoint together."""
 
 import hashlib
-import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import armillary
 from armillary.checkpoint import _checksums, _commit
 from armillary.errors import ArmillaryError
+from tests.multiprocess.scenarios import run_scenario
 
 ROWS = 768
 
@@ -248,11 +247,5 @@ def resumes(run_dir: str) -> dict[str, Any]:
     return found | {"error": error, "again": run.restore()}
 
 
-def main() -> None:
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(globals())

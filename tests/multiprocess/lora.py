@@ -1,12 +1,9 @@
 """The program of two processes that train adapters, are killed, and continue."""
 
 import hashlib
-import json
 import os
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import armillary
 from armillary.errors import ArmillaryError
 from tests.lora.training import Trainer, make_manager
+from tests.multiprocess.scenarios import run_scenario
 from tests.problems import read_state
 
 
@@ -75,11 +73,5 @@ def find_error(function: Callable[[], Any]) -> str:
     return "no error"
 
 
-def main() -> None:
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(globals())

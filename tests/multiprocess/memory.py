@@ -1,9 +1,7 @@
 """The programs of several processes that keep snapshots of one state in memory."""
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ import armillary
 from armillary._launcher import SKIPPED
 from armillary.checkpoint.memory import _exchange
 from tests.multiprocess.joint_saves import digest, make_state, make_values
+from tests.multiprocess.scenarios import run_scenario
 
 CHIEF_SIZE = 1 << 20
 """The elements of an array that lies in process 0 alone."""
@@ -120,11 +119,5 @@ def is_killed(run_dir: str, memory: str, *, is_shared: bool) -> None:
     run.keep(2)  # The others end, because process 1 does not answer.
 
 
-def main() -> None:
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(globals())

@@ -1,8 +1,6 @@
 """The program of several processes on meshes of a user, with a model made in parts."""
 
-import json
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from flax import nnx
 
 import armillary
 from armillary.checkpoint import _arrays
+from tests.multiprocess.scenarios import run_scenario
 
 SIZE = 64
 ROWS = np.random.default_rng(0).normal(size=(32, SIZE)).astype(np.float32)
@@ -146,11 +145,5 @@ def limited(
     }
 
 
-def main() -> None:
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(globals())

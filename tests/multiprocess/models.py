@@ -1,8 +1,5 @@
 """The program of several processes that train a GPT, or models that are drawn."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +9,7 @@ import numpy as np
 import armillary
 from tests.distribute import generated_models as generated
 from tests.examples.loading import load_example
+from tests.multiprocess.scenarios import run_scenario
 
 NUM_STEPS = 4
 MODEL = {"num_tokens": 9, "width": 16, "depth": 2, "remat": True}
@@ -62,11 +60,5 @@ def drawn(seeds: list[int]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(globals())

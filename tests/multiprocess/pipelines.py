@@ -1,9 +1,6 @@
 """The programs of several processes that read data of their own under a mesh."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -16,6 +13,7 @@ import armillary
 from armillary.data import InputContext, InputOptions, from_arrays
 from armillary.errors import ArmillaryError
 from tests.multiprocess.rows import whole
+from tests.multiprocess.scenarios import run_scenario
 
 NUM_EXAMPLES = 96
 BATCH_SIZE = 16
@@ -216,6 +214,4 @@ def mistakes() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
+    run_scenario(globals())

@@ -26,6 +26,7 @@ from armillary.actions import _export
 from armillary.checkpoint import _reader, _writer
 from armillary.data import from_arrays
 from armillary.lifeline import _lifeline
+from tests.multiprocess.scenarios import catch
 from tests.multiprocess.sharded import sharded
 from tests.patience import patience
 from tests.problems import CNN, MLP, Classifier, make_digits, read_state
@@ -660,14 +661,6 @@ def read_numbers(output: Any) -> dict[str, float]:
 
 def digest(value: np.ndarray) -> str:
     return np.ascontiguousarray(value).tobytes().hex()[:4000]
-
-
-def catch(fn: Any) -> str:
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def main() -> None:

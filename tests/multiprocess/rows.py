@@ -1,11 +1,8 @@
 """The programs of several processes that read examples by number, and count them."""
 
-import json
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -17,6 +14,7 @@ from jax.experimental import multihost_utils
 import armillary
 from armillary.data import InputOptions, from_arrays, from_random_access
 from armillary.errors import ArmillaryError
+from tests.multiprocess.scenarios import run_scenario
 
 NUM_EXAMPLES = 45
 BATCH_SIZE = 16
@@ -214,21 +212,24 @@ class Trainer(armillary.StandardTrainer):
 
 def train(run_dir: str, steps: int, *, rows: Rows | None = None) -> dict[str, Any]:
     """Trains up to a step from the newest checkpoint, and saves."""
-    strategy = armillary.ShardedStrategy()
-    trainer = Trainer(strategy, rows, repeat=True)
-    manager = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=trainer), run_dir
-    )
+    trainer = Trainer(armillary.ShardedStrategy(), rows, repeat=True)
     if rows is not None:
         # The comparison between processes reads a few examples.
         trainer.train_dataset.get_state()
         rows.reads.clear()
+    return train_from_newest(trainer, run_dir, steps)
+
+
+def train_from_newest(trainer: Any, run_dir: str, steps: int) -> dict[str, Any]:
+    """Restores the newest checkpoint, trains up to a step, and saves."""
     controller = armillary.Controller(
         trainer=trainer,
         global_step=trainer.step,
-        strategy=strategy,
+        strategy=trainer.strategy,
         steps_per_loop=2,
-        checkpoint_manager=manager,
+        checkpoint_manager=armillary.CheckpointManager(
+            armillary.Checkpoint(trainer=trainer), run_dir
+        ),
     )
     start = int(trainer.step[...])
     controller.train(steps)
@@ -264,6 +265,4 @@ def fails() -> str:
 
 
 if __name__ == "__main__":
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
+    run_scenario(globals())

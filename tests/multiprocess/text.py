@@ -1,10 +1,7 @@
 """The programs of several processes that train on filtered, packed, mixed text."""
 
-import json
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +9,8 @@ import numpy as np
 
 import armillary
 from armillary.data import InputOptions
-from tests.multiprocess.rows import own_values, whole
+from tests.multiprocess.rows import own_values, train_from_newest
+from tests.multiprocess.scenarios import run_scenario
 
 BATCH_SIZE = 16
 ROW_LENGTH = 24
@@ -119,29 +117,9 @@ class Trainer(armillary.StandardTrainer):
 
 def trains(run_dir: str, steps: int) -> dict[str, Any]:
     """Trains up to a step from the newest checkpoint, and saves."""
-    strategy = armillary.ShardedStrategy()
-    trainer = Trainer(strategy, make_texts())
-    manager = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=trainer), run_dir
-    )
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=trainer.step,
-        strategy=strategy,
-        steps_per_loop=2,
-        checkpoint_manager=manager,
-    )
-    start = int(trainer.step[...])
-    controller.train(steps)
-    return {
-        "start": start,
-        "seen": whole(trainer.seen)[:steps].tolist(),
-        "total": whole(trainer.total).tolist(),
-        "position": trainer.train_dataset.get_state()["source"],
-    }
+    trainer = Trainer(armillary.ShardedStrategy(), make_texts())
+    return train_from_newest(trainer, run_dir, steps)
 
 
 if __name__ == "__main__":
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    found = globals()[scenario](**options)
-    result.write_text(json.dumps(found))
+    run_scenario(globals())

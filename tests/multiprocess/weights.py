@@ -1,8 +1,6 @@
 """The program of a job that loads and saves a decoder in safetensors."""
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from armillary.distribute._global_arrays import as_local
 from armillary.lifeline import _lifeline
 from armillary.pretrained import _files
 from tests.examples.loading import load_example
+from tests.multiprocess.scenarios import catch, run_scenario
 from tests.patience import patience
 
 decoder = load_example("decoder.model")
@@ -91,18 +90,9 @@ def fail(descriptor: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def catch(fn: Any) -> str:
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def main() -> None:
     _lifeline._FAILURE_SECONDS = patience(5.0)
-    scenario, result, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result.write_text(json.dumps(globals()[scenario](**options)))
+    run_scenario(globals())
 
 
 if __name__ == "__main__":
