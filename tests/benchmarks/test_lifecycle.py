@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.lifecycle import find_difference, list_problems, make_rows, measure
-from benchmarks.worker import find_versions
 
 
 def make_records(loss: float = 0.5, resumed: float = 0.25) -> dict:
@@ -59,4 +58,4 @@ def test_armillary_resumes_with_equal_bits_in_a_second_process(monkeypatch):
     for process in ours.values():
         assert process["first_step_seconds"] > 0
         assert process["peak_bytes"] > 50e6
-        assert process["versions"].keys() >= find_versions().keys() - {"orbax"}
+        assert process["versions"].keys() >= {"python", "armillary", "jax", "flax"}
