@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +27,8 @@ from armillary.checkpoint._folder import (
     find_all,
     number_after,
 )
-from armillary.checkpoint._in_place import find_containers, put_in_place
 from armillary.checkpoint._left_out import LeftOut
-from armillary.checkpoint._packed import Packed, pack
+from armillary.checkpoint._packed import Packed, read_state
 from armillary.checkpoint._python_state import (
     FunctionAdapter,
     HostArray,
@@ -42,9 +41,6 @@ from armillary.checkpoint._selection import (
     RestoreReport,
     Selection,
     as_paths,
-    is_inside,
-    show_parts,
-    show_path,
 )
 from armillary.checkpoint._writer import announcing_errors, write_once
 from armillary.cluster._join import get_peers
@@ -138,7 +134,7 @@ class Checkpoint(OfOneProcess):
                 value.check_repositionable()
         leaves = self.read_leaves()
         describe_leaves(leaves)
-        self.left_out = LeftOut(leave_out, self._find_slots(), leaves, self.states)
+        self.left_out = LeftOut(leave_out, self.find_slots(), leaves, self.states)
         """The arrays that are not saved."""
 
     @hides_frames
@@ -163,6 +159,8 @@ class Checkpoint(OfOneProcess):
         everything below it. If the checkpoint uses a different name, set the path with
         a dictionary: `Checkpoint(model={"backbone": encoder})`. Only the arrays of
         these parts are read. Each array goes to the devices of the program's own array.
+        If memory has no room for old and new arrays at once, about an eighth of them is
+        replaced at a time, and an error in between deletes those that were replaced.
         The number of devices may differ from the number at the save. In a job of
         several processes, all processes must call this method.
 
@@ -295,7 +293,7 @@ class Checkpoint(OfOneProcess):
 
     def find_missing(self, trainer: Any) -> list[str]:
         """Returns the paths in a trainer that this checkpoint lacks, except metrics."""
-        own = {slot.key for slot in self._find_slots()}
+        own = {slot.key for slot in self.find_slots()}
         missing: list[str] = []
         for slot in find_slots(trainer):
             if slot.key not in own and slot.role is not Role.METRIC:
@@ -323,7 +321,7 @@ class Checkpoint(OfOneProcess):
                 "restore a checkpoint (`manager.restore_or_initialize()`)."
             )
 
-        packed = {name: _read_state(name, obj) for name, obj in self.states.items()}
+        packed = {name: read_state(name, obj) for name, obj in self.states.items()}
         peers = get_peers()
         if not peers.is_alone:
             self._check_agreed(packed, peers)
@@ -368,7 +366,7 @@ class Checkpoint(OfOneProcess):
         leaves: dict[str, Any] = {}
         seen: set[str] = set()  # without slashes at the end, as on a disk
         twice: list[str] = []
-        for slot in self._find_slots():
+        for slot in self.find_slots():
             for path, leaf in zip(slot.paths, slot.read(), strict=True):
                 stored = path.rstrip("/")
                 if stored in seen:
@@ -382,75 +380,6 @@ class Checkpoint(OfOneProcess):
                 "these paths, for example if there are `1` and `'1'`."
             )
         return leaves
-
-    def write_content(
-        self,
-        leaves: Mapping[str, Any],
-        states: Mapping[str, Any],
-        may_differ: Collection[str] = (),
-    ) -> dict[str, str]:
-        """Puts values into all objects, or into none.
-
-        Returns:
-            The errors of the objects in `may_differ` that refused their state, by name.
-        """
-        slots = self._find_slots()
-        before = [slot.read() for slot in slots]
-        containers = find_containers(self.objects.values())
-
-        def write(slot: Slot, arrays: list[Any]) -> None:
-            old = slot.get()
-            slot.write(arrays)
-            if id(slot.source) in containers:
-                slot.put(put_in_place(old, slot.get(), containers))
-
-        undo: dict[str, Any] = {}
-        refused: dict[str, str] = {}
-        try:
-            # ORDER: arrays come first, so that `set_state` sees the new arrays.
-            for slot in slots:
-                write(slot, [leaves[path] for path in slot.paths])
-            for name, state in states.items():
-                undo[name] = _read_state(name, self.states[name]).unpack()
-                try:
-                    self.states[name].set_state(state)
-                except Exception as error:
-                    may_refuse = is_inside(name, may_differ)
-                    if not (may_refuse and isinstance(error, ValueError)):
-                        parts = show_parts({name, *may_differ})
-                        manager = f"`CheckpointManager(..., may_differ={parts})`"
-                        error.add_note(self._explain_refusal(name, manager))
-                        raise
-                    refused[name] = str(error)
-            if any(is_inside(name, may_differ) for name in states):
-                own = json.dumps(refused)
-                texts = get_peers().gather("states that do not fit", own)
-                for text in texts:
-                    refused |= json.loads(text)
-            for name in refused:
-                self.states[name].set_state(undo[name])
-        except BaseException as error:
-            for slot, old in zip(slots, before, strict=True):
-                write(slot, old)
-            for name, state in reversed(undo.items()):
-                try:
-                    self.states[name].set_state(state)
-                except Exception as later_error:
-                    error.add_note(f"`{name}` was not set back: {later_error!r}")
-            raise
-        return refused
-
-    def _explain_refusal(self, name: str, manager: str) -> str:
-        if name in self.data_positions:
-            return (
-                f"That is `{show_path(name, self.data_positions)}`, so nothing was "
-                "restored. If the data changed on purpose, write "
-                f"{manager}. It restores the arrays, and the data begins at its start."
-            )
-        return (
-            f"That is `{name}`, so nothing was restored. If it changed on purpose, it "
-            f"can stay as the program makes it: {manager}."
-        )
 
     @property
     def data_positions(self) -> set[str]:
@@ -486,7 +415,8 @@ class Checkpoint(OfOneProcess):
                 paths.append(node.path)
         return paths
 
-    def _find_slots(self) -> Sequence[Slot]:
+    def find_slots(self) -> Sequence[Slot]:
+        """Returns the places of all arrays, as they are now."""
         roots = [(value, name) for name, value in self.objects.items()]
         return lasting_slots(Walk(roots, finds_plain=False))
 
@@ -534,15 +464,6 @@ def _find_state(name: str, value: Any) -> Any:
     if has_methods and not find_slots(value, name):
         return adapt_loader(name, value)
     return None
-
-
-def _read_state(name: str, value: Any) -> Packed:
-    """Returns a copy of a state, because the object may change during the write."""
-
-    def describe() -> str:
-        return f"`get_state` of `{name}`, of type {type(value).__name__},"
-
-    return pack(name, value.get_state(), describe)
 
 
 def _is_ours(value: Any) -> bool:

@@ -79,7 +79,7 @@ def as_restored(stored: Any, target: Any) -> Any:
         return jnp.array(stored) if is_array else type(target)(stored.item())
 
     if not target.committed:
-        (device,) = target.devices()
+        (device,) = target.sharding.device_set  # known of a deleted array, too
         with jax.default_device(device):
             stored = jnp.array(stored)
     if is_key(target):

@@ -460,10 +460,12 @@ class CheckpointManager(OfOneProcess):
     def restore(self, path: str | os.PathLike[str]) -> str:
         """Puts all values of one checkpoint into the objects.
 
-        Everything is verified and read before anything is written. Each array goes to
-        the devices of the program's own array. The number of devices may differ from
-        the number at the save. Data positions are set after all arrays. To restore a
-        part of a checkpoint, use `manager.checkpoint.read(path, only=...)`.
+        Everything is verified and read before anything is replaced, if memory has room
+        for old and new arrays at once. Otherwise about an eighth of the arrays is
+        replaced at a time, and an error in between deletes them. Each array goes to the
+        devices of the program's own array. The number of devices may differ from the
+        number at the save. Data positions are set after all arrays. To restore a part
+        of a checkpoint, use `manager.checkpoint.read(path, only=...)`.
 
         Args:
             path: The folder of the checkpoint, in this directory or elsewhere.

@@ -45,6 +45,20 @@ class Packed(NamedTuple):
         return digest.hexdigest()
 
 
+def read_state(name: str, value: Any) -> Packed:
+    """Returns a copy of an object's state, which may change during a write.
+
+    Args:
+        name: The name of the object in the checkpoint.
+        value: An object with `get_state`.
+    """
+
+    def describe() -> str:
+        return f"`get_state` of `{name}`, of type {type(value).__name__},"
+
+    return pack(name, value.get_state(), describe)
+
+
 def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
     """Returns a copy of a state, in parts that a checkpoint can hold.
 

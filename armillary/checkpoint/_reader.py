@@ -1,5 +1,8 @@
 """Restores one checkpoint: verify, compare, read everything, and only then write.
 
+Where memory has no room for old and new arrays at once, they are read and written in
+parts (`_in_parts.py`).
+
 Only checksums decide whether a checkpoint is damaged, before anything is decoded. A
 later failure is not damage, so an older checkpoint would not help.
 
@@ -16,7 +19,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -40,8 +43,11 @@ from armillary.checkpoint._folder import (
     list_directory,
     read_header,
 )
+from armillary.checkpoint._in_parts import divide, restore_in_parts
 from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.checkpoint._packed import find_names, unpack
+from armillary.checkpoint._put import put_all, put_states
+from armillary.checkpoint._room import has_room
 from armillary.checkpoint._selection import (
     RestoreReport,
     Selection,
@@ -218,24 +224,33 @@ def restore_from(
 
         # Arrays without elements are not stored.
         full = [name for name in taken if name in saved and saved[name].is_stored]
-        shardings = {name: stored_sharding(leaves[name]) for name in full}
         taken_states = {name: states[name] for name in taken if name in states}
-        for state in taken_states.values():
-            shardings.update(dict.fromkeys(find_names(state)))
-        with _reading(source):
-            stored = source.read_arrays(shardings, saved)
-            new_states = {
-                name: unpack(state, stored) for name, state in taken_states.items()
-            }
+        new_states = _read_states(source, taken_states)
 
-        restored = {name: as_restored(stored[name], leaves[name]) for name in full}
-        _check_left_out(checkpoint, source, leaves, restored)
-        if checkpoint.left_out.paths or any(spec.digest for spec in saved.values()):
-            # A base may be wrong in a single process, whose error arrives here.
-            get_peers().gather("the arrays that a checkpoint leaves out", "")
-        refused = checkpoint.write_content(
-            {**leaves, **restored}, new_states, selection.may_differ
-        )
+        def read(names: Sequence[str]) -> dict[str, Any]:
+            shardings = {name: stored_sharding(leaves[name]) for name in names}
+            with _reading(source):
+                stored = source.read_arrays(shardings, saved)
+            restored = {name: as_restored(stored[name], leaves[name]) for name in names}
+            _check_left_out(checkpoint, source, leaves, restored)
+            if checkpoint.left_out.paths or any(spec.digest for spec in saved.values()):
+                # A base may be wrong in a single process, whose error arrives here.
+                get_peers().gather("the arrays that a checkpoint leaves out", "")
+            return restored
+
+        if _have_room({name: leaves[name] for name in full}, own):
+            new_leaves = {**leaves, **read(full)}
+            refused = put_all(checkpoint, new_leaves, new_states, selection.may_differ)
+        else:
+            # Those that are left out come first, because they may be refused.
+            full.sort(key=lambda name: name not in checkpoint.left_out.paths)
+            refused = restore_in_parts(
+                checkpoint,
+                leaves,
+                divide(full, saved),
+                read,
+                lambda: put_states(checkpoint, new_states, selection.may_differ),
+            )
 
     done = tuple(name for name in taken if name not in refused)
     positions = tuple(sorted(checkpoint.data_positions))
@@ -257,6 +272,21 @@ def restore_from(
         is_new = selection.only is None and report.kept
         logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
     return report, evaluation
+
+
+def _read_states(source: Source, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states of objects, with their arrays."""
+    names = [name for state in states.values() for name in find_names(state)]
+    with _reading(source):
+        stored = source.read_arrays(dict.fromkeys(names), {})
+        return {name: unpack(state, stored) for name, state in states.items()}
+
+
+def _have_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
+    """Returns whether all processes can hold another copy of some arrays."""
+    own = has_room(leaves, specs)
+    texts = get_peers().gather("the memory for a restore", json.dumps(own))
+    return all(map(json.loads, texts))
 
 
 def _find_own_digests(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._put import put_all
 from armillary.checkpoint._selection import is_inside
 from armillary.distribute._global_arrays import is_key, read_part
 from armillary.pretrained._views import Box, View
@@ -36,7 +37,7 @@ class Arrays:
     def replace(self, arrays: Mapping[str, Any]) -> None:
         """Puts all arrays into the model, or none."""
         new = {f"{_ROOT}/{path}": array for path, array in arrays.items()}
-        self._checkpoint.write_content({**self._leaves, **new}, {})
+        put_all(self._checkpoint, {**self._leaves, **new}, {})
 
 
 class ArrayView(View):

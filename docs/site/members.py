@@ -12,12 +12,12 @@ from typing import NamedTuple
 INTERNAL = {
     "Checkpoint": (
         "find_missing",
+        "find_slots",
         "data_positions",
         "missing_before",
         "passing",
         "read_content",
         "read_leaves",
-        "write_content",
     ),
     "CheckpointManager": (
         "bind_evaluation",

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from armillary.checkpoint import Checkpoint, CheckpointManager
+from armillary.checkpoint._put import put_all
 from armillary.errors import CheckpointError, DatasetStateError
 from tests.mistakes import mistakes
 
@@ -79,7 +80,7 @@ def test_arrays_are_written_before_states():
             seen.append(float(holder.array[0]))
 
     checkpoint = Checkpoint(data=Watcher(), holder=holder)
-    checkpoint.write_content({"holder/array": jnp.ones(1)}, {"data": 1})
+    put_all(checkpoint, {"holder/array": jnp.ones(1)}, {"data": 1})
 
     assert seen == [1.0]
 
@@ -91,9 +92,8 @@ def test_a_refused_state_puts_everything_back():
     before = holder.array
 
     with pytest.raises(DatasetStateError, match="does not fit"):
-        checkpoint.write_content(
-            {"holder/array": jnp.ones(1)}, {"first": 9, "second": "refused"}
-        )
+        new = {"holder/array": jnp.ones(1)}
+        put_all(checkpoint, new, {"first": 9, "second": "refused"})
 
     assert holder.array is before
     assert (first.state, second.state) == ("one", "two")

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.checkpoint import _checkpoint
+from armillary.checkpoint import _put
+from armillary.checkpoint._put import put_all
 from armillary.errors import CheckpointMismatchError, DatasetStateError
 from tests.peers import run_together
 
@@ -224,13 +225,12 @@ class Shifted:
 
 def test_a_process_whose_data_fit_puts_them_back(monkeypatch):
     def run(peers):
-        monkeypatch.setattr(_checkpoint, "get_peers", lambda: local.peers)
+        monkeypatch.setattr(_put, "get_peers", lambda: local.peers)
         local.peers = peers
         data, weights = Shifted(accepts=peers.index == 0), {"w": jnp.zeros(1)}
         checkpoint = armillary.Checkpoint(weights=weights, data=data)
-        refused = checkpoint.write_content(
-            {"weights/w": jnp.ones(1)}, {"data": 7}, {"data"}
-        )
+        new = {"weights/w": jnp.ones(1)}
+        refused = put_all(checkpoint, new, {"data": 7}, {"data"})
         return data.index, refused, float(weights["w"][0])
 
     local = threading.local()

@@ -134,9 +134,10 @@ def limited(
     manager.sync()
     # Two steps are a pass over the data, so this batch comes again.
     next_losses = [train_step(), train_step()]
-    # A restore reads everything before it changes anything.
+    # There is no room for the old and the new arrays of a process at once.
     limit_memory(restore_share)
     manager.restore_or_initialize()
+    limit_memory(share)
     return {
         "losses": losses,
         "part": list(part.shape),

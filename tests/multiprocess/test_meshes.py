@@ -38,7 +38,7 @@ def test_a_mesh_of_all_processes_gives_the_numbers_of_one_device(tmp_path, proce
 
 def test_a_state_larger_than_the_memory_of_a_process_is_trained_and_resumed(tmp_path):
     run_dir = str(tmp_path / "run")
-    shares = {"share": 0.6, "restore_share": 0.8}
+    shares = {"share": 0.6, "restore_share": 0.45}
     outcome = run(tmp_path, "limited", 4, size=2048, run_dir=run_dir, **shares)
 
     assert outcome.codes == [0] * 4, outcome.log

@@ -1,0 +1,94 @@
+"""Finds out whether memory has room for new arrays next to those that they replace.
+
+An accelerator says how much memory it has left. Arrays of CPU devices, of NumPy and in
+`pinned_host` lie in the memory of the machine, of which the system, the container and
+the limits of the process leave a part.
+"""
+
+import collections
+import contextlib
+import math
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from armillary.checkpoint._content import LeafSpec
+from armillary.distribute._global_arrays import is_on_host
+
+# The rest is for the buffers of the reader.
+_USABLE_SHARE = 0.9
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+# What the system counts for each limit of a process.
+_COUNTED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+
+
+def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
+    """Returns whether this process can hold another copy of some arrays.
+
+    Args:
+        leaves: The arrays by path.
+        specs: The descriptions of these arrays.
+    """
+    # By device, and `None` for the machine.
+    needed: collections.Counter[jax.Device | None] = collections.Counter()
+    for path, leaf in leaves.items():
+        for place, size in _find_parts(leaf, specs[path]):
+            needed[place] += size
+    return all(
+        size <= _USABLE_SHARE * find_bytes_left(place) for place, size in needed.items()
+    )
+
+
+def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[jax.Device | None, int]]:
+    """Yields where the parts of an array lie, with the bytes of each part."""
+    if not isinstance(leaf, jax.Array):
+        yield None, spec.own_bytes(None)
+        return
+    devices = leaf.sharding.addressable_devices
+    for device in devices:
+        is_in_machine = device.platform == "cpu" or is_on_host(leaf)
+        size = spec.own_bytes(leaf.sharding) // len(devices)
+        yield (None if is_in_machine else device), size
+
+
+def find_bytes_left(place: jax.Device | None) -> float:
+    """Returns the free bytes of a device, or of the machine; infinity if unknown."""
+    if place is None:
+        return min(_find_left_in_machine(), default=math.inf)
+    stats = place.memory_stats() or {}
+    if not {"bytes_limit", "bytes_in_use"} <= stats.keys():
+        return math.inf
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _find_left_in_machine() -> Iterator[float]:
+    """Yields the free bytes by each bound that the system knows."""
+    own = _read_sizes(_PROC / "self" / "status")
+    for limit, name in _COUNTED.items():
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY and name in own:
+            yield most - own[name]
+
+    machine = _read_sizes(_PROC / "meminfo")
+    if "MemAvailable" in machine:
+        yield machine["MemAvailable"]
+
+    # Both files exist only in a container; without a limit, the first says `max`.
+    with contextlib.suppress(OSError, ValueError):
+        most = int((_CGROUP / "memory.max").read_text())
+        yield most - int((_CGROUP / "memory.current").read_text())
+
+
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Returns the sizes in a file of `/proc` in bytes; none on another system."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            amount, _, unit = rest.strip().partition(" ")
+            if unit == "kB":
+                sizes[name] = 1024 * int(amount)
+    return sizes
