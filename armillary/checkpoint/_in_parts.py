@@ -41,7 +41,7 @@ def restore_in_parts(
         finish: Sets the states of objects, after all arrays.
 
     Returns:
-        What `finish` returns.
+        The result of `finish`.
     """
     logger.log(
         logging.INFO,
@@ -71,7 +71,7 @@ def restore_in_parts(
 def divide(names: Iterable[str], specs: Mapping[str, LeafSpec]) -> list[list[str]]:
     """Returns names of arrays in about `NUM_PARTS` parts of the same size.
 
-    The sizes are those of whole arrays, so the parts are the same in all processes.
+    Whole arrays are counted, so the parts are the same in all processes.
     """
     sizes = {name: specs[name].own_bytes(None) for name in names}
     limit = sum(sizes.values()) / NUM_PARTS

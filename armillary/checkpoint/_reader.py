@@ -242,7 +242,7 @@ def restore_from(
             new_leaves = {**leaves, **read(full)}
             refused = put_all(checkpoint, new_leaves, new_states, selection.may_differ)
         else:
-            # Those that are left out come first, because they may be refused.
+            # Arrays that are left out come first, because they may be refused.
             full.sort(key=lambda name: name not in checkpoint.left_out.paths)
             refused = restore_in_parts(
                 checkpoint,

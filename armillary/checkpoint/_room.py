@@ -1,4 +1,4 @@
-"""Finds out whether memory has room for new arrays next to those that they replace.
+"""Finds out whether memory has room for new arrays next to the ones they replace.
 
 An accelerator says how much memory it has left. Arrays of CPU devices, of NumPy and in
 `pinned_host` lie in the memory of the machine, of which the system, the container and
@@ -21,7 +21,7 @@ from armillary.distribute._global_arrays import is_on_host
 # The rest is for the buffers of the reader.
 _USABLE_SHARE = 0.9
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-# What the system counts for each limit of a process.
+# The line of `status` that counts for each limit of a process.
 _COUNTED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
 
 
@@ -33,7 +33,7 @@ def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
         specs: The descriptions of these arrays.
     """
     # By device, and `None` for the machine.
-    needed: collections.Counter[jax.Device | None] = collections.Counter()
+    needed: collections.Counter[Any] = collections.Counter()
     for path, leaf in leaves.items():
         for place, size in _find_parts(leaf, specs[path]):
             needed[place] += size
@@ -42,8 +42,8 @@ def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
     )
 
 
-def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[jax.Device | None, int]]:
-    """Yields where the parts of an array lie, with the bytes of each part."""
+def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[Any, int]]:
+    """Yields the device of each part of an array, or `None`, and the part's bytes."""
     if not isinstance(leaf, jax.Array):
         yield None, spec.own_bytes(None)
         return
@@ -54,8 +54,11 @@ def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[jax.Device | None, 
         yield (None if is_in_machine else device), size
 
 
-def find_bytes_left(place: jax.Device | None) -> float:
-    """Returns the free bytes of a device, or of the machine; infinity if unknown."""
+def find_bytes_left(place: Any) -> float:
+    """Returns the free bytes of a device or, for `None`, of the machine.
+
+    They are infinite if nothing tells them.
+    """
     if place is None:
         return min(_find_left_in_machine(), default=math.inf)
     stats = place.memory_stats() or {}

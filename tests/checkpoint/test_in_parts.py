@@ -300,7 +300,7 @@ def test_an_accelerator_says_how_much_is_left():
 
 
 def write_files(tmp_path, monkeypatch, **texts):
-    """Lets files of the test stand for those of the system."""
+    """Lets files of the test stand for the files of the system."""
     for name, text in texts.items():
         file = tmp_path / name.replace("_", "/", 1)
         file.parent.mkdir(exist_ok=True)

@@ -10,8 +10,8 @@ from typing import Any
 def run_scenario(functions: Mapping[str, Any]) -> None:
     """Calls the function that the command line names, and writes its result.
 
-    The arguments are those of `conftest.Job`: the name of the function, a file for the
-    result, and the options of the function.
+    `conftest.Job` passes the name of the function, a file for the result, and the
+    options of the function.
     """
     _, name, result, options = sys.argv
     found = functions[name](**json.loads(options))
