@@ -89,6 +89,9 @@ def read_arrays(
 
     Each process reads only the parts on its own devices. Arrays with a known
     description are read in groups, because Orbax holds a copy of all arrays of a group.
+
+    Raises:
+        LookupError: If the folder has no values of an array.
     """
     import orbax.checkpoint as ocp
 
@@ -106,7 +109,12 @@ def read_arrays(
         tree = ocp.args.PyTreeRestore(
             item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True
         )
-        arrays |= handler.restore(as_plain(path) / _ARRAYS, args=tree)
+        found = handler.restore(as_plain(path) / _ARRAYS, args=tree)
+        # Orbax 0.12.8 returns the placeholder of an array that the folder lacks.
+        missing = [name for name in args if isinstance(found.get(name, 0), int)]
+        if missing:
+            raise LookupError(f"it has no values of {', '.join(missing[:10])}")
+        arrays |= found
     return arrays
 
 

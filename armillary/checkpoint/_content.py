@@ -1,7 +1,9 @@
 """The content of a checkpoint at one moment, and its description on the disk.
 
 The description is the item `manifest` of a checkpoint folder, in JSON. It has dtype and
-shape of each leaf, and the states of Python objects.
+shape of each leaf, and the states of Python objects. Leaves without values are in a
+part of their own, so that a release that does not know digests misses them by name.
+Among the other leaves, it would restore a number in place of each array.
 """
 
 import dataclasses
@@ -91,8 +93,14 @@ class Content:
 
     def as_manifest(self) -> str:
         """Returns the description as JSON."""
+        leaves: dict[str, dict[str, Any]] = {}
+        left_out: dict[str, dict[str, Any]] = {}
+        for name, spec in self.specs.items():
+            part = leaves if spec.digest is None else left_out
+            part[name] = vars(spec)
         manifest = {
-            "leaves": {name: vars(spec) for name, spec in self.specs.items()},
+            "leaves": leaves,
+            "left_out": left_out,
             "states": self.states,
             "evaluation": self.evaluation,
         }
@@ -140,8 +148,9 @@ def read_manifest(path: epath.Path) -> Manifest:
 def parse_manifest(text: str) -> Manifest:
     """Returns the description that `Content.as_manifest` has written."""
     manifest = json.loads(text)
+    leaves = {**manifest["leaves"], **manifest.get("left_out", {})}
     specs: dict[str, LeafSpec] = {}
-    for name, spec in manifest["leaves"].items():
+    for name, spec in leaves.items():
         shape = tuple(spec["shape"])
         digest = spec.get("digest")  # not in checkpoints of older releases
         specs[name] = LeafSpec(spec["dtype"], shape, spec["is_host"], digest)

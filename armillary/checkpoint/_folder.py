@@ -140,8 +140,15 @@ def read_header(path: epath.Path) -> Saved | str:
         if is_remote(path) and not (path / CHECKSUM_FILE).exists():
             return f"`{CHECKSUM_FILE}`, which is written last, is missing"
         value = json.loads((path / HEADER).read_bytes())
-        if value.pop("format") != FORMAT or value.pop("version") not in _READABLE:
-            return f"`{HEADER}` is of another version of Armillary, or another library"
+        if value.pop("format") != FORMAT:
+            return f"`{HEADER}` is of another library"
+        version = value.pop("version")
+        if version not in _READABLE:
+            readable = " and ".join(map(str, _READABLE))
+            return (
+                f"`{HEADER}` is of another version of Armillary: it has the format "
+                f"{version}, and this release reads the formats {readable}"
+            )
         saved = Saved(path, **value)
     except FileNotFoundError:
         return f"`{HEADER}` is missing"

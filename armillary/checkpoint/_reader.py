@@ -101,7 +101,19 @@ def restore(
             "restored. Use another one of `manager.checkpoints`.",
             damage=damage,
         )
+    with announcing_errors():
+        _check_is_known(chosen)
     return restore_from(checkpoint, FolderSource(chosen), selection)
+
+
+def _check_is_known(folder: epath.Path) -> None:
+    """Raises if another release, or another library, wrote an undamaged folder."""
+    problem = read_header(folder)
+    if not isinstance(problem, Saved):
+        raise CheckpointError(
+            f"`path` is {str(folder)!r}, which is not damaged, but cannot be read: "
+            f"{problem}. Use the release that wrote it. Nothing was restored."
+        )
 
 
 def _check_is_checkpoint(folder: epath.Path) -> None:

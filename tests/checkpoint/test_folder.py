@@ -51,8 +51,12 @@ BROKEN: dict[str, tuple[Callable[[epath.Path], object], str]] = {
         )
         for text in ["{", "[]", "{}"]
     },
-    "another version": (other_value("version", 1), "is of another version"),
-    "another library": (other_value("format", "other"), "or another library"),
+    "another version": (
+        other_value("version", 1),
+        "is of another version of Armillary: it has the format 1, and this release "
+        "reads the formats 2 and 3",
+    ),
+    "another library": (other_value("format", "other"), "is of another library"),
     "another number": (other_value("number", 7), "belongs to checkpoint 7"),
 }
 
