@@ -90,8 +90,8 @@ class Checkpoint(OfOneProcess):
 
     Args:
         leave_out: The arrays that are not saved: paths (`"trainer/teacher"`), or
-            objects that hold the arrays (`armillary.lora.base(model)`), alone or in a
-            list. A save raises an error if one of them has changed.
+            objects and pytrees that hold the arrays (`armillary.lora.base(model)`),
+            alone or in a list. A save raises an error if one of them has changed.
         **objects: The objects by name.
 
     Raises:
@@ -99,6 +99,7 @@ class Checkpoint(OfOneProcess):
             not hold numbers or cannot be written to.
         ValueError: If there is no object, two arrays have the same path, or `leave_out`
             names no arrays of the objects or all of them.
+        CheckpointError: If the memory of an array in `leave_out` was donated.
         DatasetStateError: If a data source cannot be repositioned.
     """
 

@@ -9,6 +9,8 @@ array that is still the same object has not changed, which costs nothing to find
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from armillary._checks import counted, list_lines
 from armillary._planned import is_planning
 from armillary.checkpoint._digests import Digests
@@ -53,8 +55,21 @@ class LeftOut:
     def find_digests(
         self, leaves: Mapping[str, Any], paths: Collection[str]
     ) -> dict[str, str]:
-        """Returns the digests of the arrays at some paths, if they are in `leaves`."""
+        """Returns the digests of the arrays at some paths, if they are in `leaves`.
+
+        Raises:
+            CheckpointError: If the memory of one was donated, so that it has no values.
+        """
         own = {path: leaf for path, leaf in leaves.items() if path in paths}
+        # A deleted array may be one whose digest is known.
+        lost = [path for path, leaf in own.items() if _is_deleted(leaf)]
+        if lost:
+            raise CheckpointError(
+                f"{counted(len(lost), 'array')} without values in a checkpoint "
+                "(`leave_out`) cannot be compared with the program, because their "
+                f"memory was donated to a program or deleted:\n{list_lines(lost)}\n"
+                "Load these arrays again, and do not donate them."
+            )
         return self._digests.find(own)
 
     def check(self, leaves: Mapping[str, Any]) -> dict[str, str]:
@@ -81,6 +96,10 @@ class LeftOut:
         return digests
 
 
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
 def _find_paths(
     leave_out: Any, slots: Sequence[Slot], leaves: Mapping[str, Any]
 ) -> list[str]:
@@ -97,8 +116,7 @@ def _find_paths(
 
     # Each object on its own, so that a mistake in one of several is found.
     for entry in objects:
-        keys = Walk([(entry, "leave_out")], finds_plain=False).slots.keys()
-        own = [path for slot in slots if slot.key in keys for path in slot.paths]
+        own = _find_places(entry, slots) or _find_arrays(entry, leaves)
         if not own:
             _refuse_nothing(f"has a `{type(entry).__name__}`", leaves)
         found += own
@@ -107,10 +125,26 @@ def _find_paths(
     return found
 
 
+def _find_places(entry: Any, slots: Sequence[Slot]) -> list[str]:
+    """Returns the paths of the places that an object holds, such as its variables."""
+    keys = Walk([(entry, "leave_out")], finds_plain=False).slots.keys()
+    return [path for slot in slots if slot.key in keys for path in slot.paths]
+
+
+def _find_arrays(entry: Any, leaves: Mapping[str, Any]) -> list[str]:
+    """Returns the paths of an array, or of the arrays of a pytree.
+
+    A pytree in an attribute, such as `run.params["base"]`, is not a place of its own.
+    """
+    arrays = {id(leaf) for leaf in jax.tree.leaves(entry)}
+    return [path for path, leaf in leaves.items() if id(leaf) in arrays]
+
+
 def _refuse_nothing(what: str, leaves: Mapping[str, Any]) -> None:
     raise ValueError(
         f"`leave_out` {what}, but it must name arrays of the `Checkpoint`:\n"
         f"{list_lines(leaves)}\n"
-        "Use one of these paths, or an object that holds some of these arrays, such as "
+        "Use one of these paths, the first part of some of them (without `*`), or an "
+        "object that holds some of these arrays, such as "
         "`armillary.lora.base(model)`."
     )

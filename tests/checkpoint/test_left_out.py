@@ -1,5 +1,7 @@
 """Tests of `leave_out`: frozen arrays of which a checkpoint has only digests."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,13 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import armillary
 from armillary import _cli
 from armillary.checkpoint import _digests
+from armillary.checkpoint._arrays import read_arrays
+from armillary.checkpoint._checksums import CHECKSUM_FILE, write_checksums
+from armillary.checkpoint._content import MANIFEST
 from armillary.checkpoint._digests import compute_digests
+from armillary.checkpoint._folder import HEADER
 from armillary.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -41,9 +48,22 @@ def digest_of(value):
     return compute_digests({"value": value})["value"]
 
 
+def change_file(path: str, name: str, change: Callable[[dict], None]) -> None:
+    """Changes a description of a checkpoint, and its checksum."""
+    file = Path(path) / name
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    (Path(path) / CHECKSUM_FILE).unlink()
+    write_checksums(epath.Path(path))
+
+
 @pytest.mark.parametrize(
     "dtype",
-    ["bool", "int8", "uint4", "bfloat16", "float32", "complex64", "float8_e4m3"],
+    [
+        *("bool", "int8", "uint4", "int32", "float8_e4m3", "float16", "bfloat16"),
+        *("float32", "complex64"),
+    ],
 )
 def test_one_changed_element_changes_the_digest(dtype):
     values = jnp.arange(12).reshape(3, 4).astype(dtype)
@@ -78,6 +98,11 @@ def test_a_digest_copies_and_gathers_no_array():
         array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
         memory = _digests._sum_up.lower(array).compile().memory_analysis()
         assert memory.temp_size_in_bytes < 1000
+
+
+def test_scalars_and_arrays_without_elements_have_digests():
+    assert digest_of(jnp.float32(3)) != digest_of(jnp.float32(4))
+    assert digest_of(jnp.zeros((0, 3))) == digest_of(jnp.zeros((2, 0)))
 
 
 def test_random_keys_have_digests():
@@ -131,6 +156,47 @@ def test_a_wrong_base_is_refused_by_name_and_nothing_changes(saved, leave_out):
     assert "run/base/bias" not in str(error.value)
     assert "Load the values that the saved run began with" in str(error.value)
     np.testing.assert_array_equal(program.head, np.zeros(4))
+
+
+def test_a_release_without_digests_refuses_the_missing_arrays_by_name(saved):
+    # It reads only the part `leaves` of the manifest.
+    change_file(saved, MANIFEST, lambda manifest: manifest.pop("left_out"))
+    program = make_program()
+    kernel = program.base["kernel"]
+    with pytest.raises(CheckpointMismatchError) as error:
+        armillary.Checkpoint(run=program).read(saved)
+    assert "+ run/base/kernel: float32 (64, 64)  only in the pro" in str(error.value)
+    assert "`may_differ='run/base'`" in str(error.value)
+
+    report = armillary.Checkpoint(run=program).read(saved, may_differ="run/base")
+    assert program.base["kernel"] is kernel
+    assert program.head[0] == 3
+    assert set(report.kept) == {"run/base/bias", "run/base/kernel"}
+
+
+def test_digests_among_the_other_arrays_are_read_too(saved):
+    # As 0.4.0.dev0 had them for a time.
+    def join(manifest: dict) -> None:
+        manifest["leaves"] |= manifest.pop("left_out")
+
+    change_file(saved, MANIFEST, join)
+    make_checkpoint(make_program()).read(saved)
+    with pytest.raises(CheckpointMismatchError, match="run/base/kernel"):
+        make_checkpoint(make_program(seed=1)).read(saved)
+
+
+def test_a_folder_of_another_format_is_not_read(saved):
+    change_file(saved, HEADER, lambda header: header.update(version=9))
+    program = make_program()
+    with pytest.raises(CheckpointError, match="has the format 9, and this release re"):
+        make_checkpoint(program).read(saved)
+    assert program.head[0] == 0
+
+
+def test_an_array_without_values_is_never_read_as_a_number(saved):
+    sharding = jnp.zeros(1).sharding
+    with pytest.raises(LookupError, match="it has no values of run/base/kernel"):
+        read_arrays(epath.Path(saved), {"run/head": sharding, "run/base/kernel": None})
 
 
 def test_parts_can_be_chosen_as_usual(saved):
@@ -292,9 +358,28 @@ def test_a_snapshot_in_memory_leaves_the_base_out_too(tmp_path, make_manager):
         open_manager(make_program(seed=1)).restore_or_initialize()
 
 
+def test_a_donated_array_is_named_before_anything_changes(saved, tmp_path):
+    program = make_program()
+    checkpoint = make_checkpoint(program)
+    program.base["kernel"].delete()
+    for call in (
+        lambda: checkpoint.read(saved),
+        lambda: armillary.Checkpoint(run=program).read(saved),
+        lambda: make_checkpoint(program),
+    ):
+        with pytest.raises(CheckpointError, match=r"donated(.|\n)*  run/base/kernel\n"):
+            call()
+    assert program.head[0] == 0
+
+    program.base["kernel"] = make_program().base["kernel"]
+    checkpoint.read(saved)
+    assert program.head[0] == 3
+
+
 @pytest.mark.parametrize(
     ("leave_out", "words"),
     [
+        ("run/base/*", ["'run/base/*'", "(without `*`)"]),
         ("run/bass", ["'run/bass'", "run/base/kernel"]),
         (SimpleNamespace(x=1), ["`SimpleNamespace`", "run/base/kernel"]),
         ([], ["is empty", "run/base/kernel"]),
@@ -310,7 +395,18 @@ def test_a_wrong_leave_out_is_refused(leave_out, words):
         assert word in str(error.value)
 
 
-def test_objects_and_paths_can_be_mixed(tmp_path):
+def test_a_pytree_and_an_array_can_be_left_out():
+    program = make_program()
+    kernel = program.base["kernel"]
+    for leave_out, paths in (
+        (program.base, {"run/base/bias", "run/base/kernel"}),
+        (kernel, {"run/base/kernel"}),
+        ([program.base["bias"], "run/head"], {"run/base/bias", "run/head"}),
+    ):
+        assert make_checkpoint(program, leave_out).left_out.paths == paths
+
+
+def test_objects_and_paths_can_be_mixed():
     program = make_program()
     program.teacher = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     checkpoint = make_checkpoint(program, [program.teacher, "run/base/bias"])
