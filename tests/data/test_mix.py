@@ -3,6 +3,7 @@
 import json
 from fractions import Fraction
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from armillary.data import (
     select,
 )
 from armillary.data.sources import _proportions
+from armillary.data.sources._arrays import ArrayDataset
 from armillary.data.sources._proportions import Proportions
 from armillary.errors import DatasetStateError
 from tests.mistakes import mistakes
@@ -290,6 +292,30 @@ def test_sources_of_all_kinds_are_mixed():
     )
 
 
+class OneShort(ArrayDataset):
+    """Rows of three numbers, of which a read of row 2 alone gives one number."""
+
+    def __init__(self):
+        super().__init__({"x": np.arange(15.0).reshape(5, 3)}, 1, None, False, False)
+
+    def read_rows(self, rows):
+        read = super().read_rows(rows)
+        return {"x": read["x"][:, :1]} if rows.tolist() == [2] else read
+
+
+def test_rows_are_never_repeated_to_fit():
+    sources = {"short": OneShort(), "other": {"x": np.zeros((5, 3))}}
+    dataset = mix(sources, [1, 1], batch_size=2)
+    batches = dataset.make_iterator(0)
+    next(batches)
+    next(batches)
+    text = (
+        r"(?s)^Example 2 of `sources\['short'\]` has.*x: float64 \(1,\), but .*\(3,\)"
+    )
+    with pytest.raises(TypeError, match=text):
+        next(batches)
+
+
 def make_two(weights, **options):
     sources = {"web": Numbers(4), "code": Numbers(4)}
     return mix(sources, weights, batch_size=2, **options)
@@ -304,6 +330,9 @@ def make_two(weights, **options):
             "`sources` is {} of type dict": lambda: mix({}, batch_size=2),
             r"`sources\['a'\]` is 5 of type int, which has no `__len__`": (
                 lambda: mix({"a": 5}, batch_size=2)
+            ),
+            r"Example 0 of `sources\['a'\]` is None.*`armillary.data.select\(source": (
+                lambda: mix({"a": grain.MapDataset.range(3).filter(bool)}, batch_size=2)
             ),
             r"(?s)different types.*a: x: int32 \(\)\n  b: x: float32 .*`np.asarray": (
                 lambda: mix(
@@ -331,6 +360,20 @@ def make_two(weights, **options):
                     batch_size=2,
                 )
             ),
+            r"`sources\['a'\]` is a mixture, but .*products of their weights": (
+                lambda: mix({"a": make_mix([3], None)}, batch_size=2)
+            ),
+            "`source` is a mixture, but .*select and pack its sources first": (
+                lambda: select(make_mix([3], None), [0])
+            ),
+            "`documents` is a mixture, but only": (
+                lambda: pack(make_mix([3], None), row_length=4)
+            ),
+            "repeats forever.* and `mix` repeat": (
+                lambda: mix({"a": grain.MapDataset.range(3).repeat()}, batch_size=2)
+            ),
+            "`num_steps` is -1, but": lambda: make_two([1, 1]).count_rows(-1),
+            "`weights` has 1000.*, but weights must": lambda: make_two([10**400, 1]),
             "the steps \\[5\\], but the first step must be 0": (
                 lambda: make_two({5: [1, 1]})
             ),

@@ -276,7 +276,7 @@ MISTAKES = {
         r"`len\(source\)` of the OfLen",
     ),
     "no whole number": (OfLength(1.5), ValueError, r"TypeError: 'float'.*`__len__`"),
-    "no end": (OfLength(2**63 - 1), ValueError, r"repeats forever.*`repeat=True`"),
+    "no end": (OfLength(2**63 - 1), ValueError, r"repeats forever.*, repeat=True\)`"),
     "text": (Examples({"x": "a"}), TypeError, r"(?s)Example 0 of `source`.*x: ndarray"),
     "nothing": (Examples({}), TypeError, r"Example 0 of `source`.*holds no array"),
     "objects": (Examples(object()), TypeError, r"(?s)Example 0.*of dtype object"),

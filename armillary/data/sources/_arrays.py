@@ -35,6 +35,8 @@ class IndexedDataset(abc.ABC):
     is_repositionable = True
     rows_at_once = 0
     """The number of rows to read together; small batches share a read."""
+    has_own_order = False
+    """True if examples have no meaning without the order, as in a mixture."""
 
     def __init__(
         self,

@@ -47,11 +47,22 @@ class Examples(abc.ABC):
         return example
 
 
+def _has_rows(source: Any) -> bool:
+    """Returns whether a source of other arguments is read by number here.
+
+    An array is one example for each number. The examples of a `datasets.Dataset` may
+    hold text, because they are chosen or packed before a batch is made.
+    """
+    is_array = isinstance(source, np.ndarray) and source.ndim > 0
+    return is_array or is_kind(source, "datasets", "Dataset")
+
+
 class ExampleReader:
     """Reads the examples of a source by number, several at once if it allows that.
 
     Args:
-        source: Examples by number, or a dataset of `from_arrays` and similar functions.
+        source: Examples by number, such as a list, an array or a `datasets.Dataset`,
+            or a dataset of `from_arrays` and similar functions.
         argument: The argument with the source, for messages.
 
     Raises:
@@ -60,11 +71,15 @@ class ExampleReader:
     """
 
     def __init__(self, source: Any, argument: str) -> None:
+        if isinstance(source, jax.Array):
+            source = np.asarray(source)  # One copy, and not one for each example.
         self._source = source
         self._argument = argument
         if isinstance(source, IndexedDataset):
             check_is_plain(source, argument)
             self.num_examples = source.num_examples
+        elif _has_rows(source):
+            self.num_examples = len(source)
         else:
             self.num_examples = count_examples(source, argument)
 
@@ -78,6 +93,18 @@ class ExampleReader:
     def fingerprints(self) -> dict[str, str]:
         """Returns the texts of a source that is made from another source."""
         return find_fingerprints(self._source)
+
+
+def as_vector(values: Any) -> np.ndarray | None:
+    """Returns values with one axis as an array, or `None` if they are none."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # Lists of several lengths.
+        return None
+    if array.ndim != 1:
+        return None
+    # NumPy gives an empty list the dtype of fractions.
+    return array if array.size else array.astype(np.int64)
 
 
 def _unstack(rows: Batch) -> list[PyTree]:
@@ -94,8 +121,15 @@ def check_is_plain(dataset: IndexedDataset, argument: str) -> None:
     """Raises if a dataset, of which only the examples are used, has an order.
 
     Raises:
-        ValueError: If it is shuffled, repeats, or leaves examples out.
+        ValueError: If it is a mixture, is shuffled, repeats, or leaves examples out.
     """
+    if dataset.has_own_order:
+        raise ValueError(
+            f"`{argument}` is a {dataset.name}, but only the examples of a dataset are "
+            "used here, in an order of their own. A mixture comes last: select and "
+            "pack its sources first. In place of a mixture of mixtures, mix all "
+            "sources, with the products of their weights."
+        )
     options = {
         "shuffle_seed": (dataset.shuffle_seed, None),
         "repeat": (dataset.repeat, False),
@@ -137,6 +171,13 @@ def count_examples(source: Any, argument: str = "source") -> int:
             "`armillary.data.from_huggingface(dataset, batch_size=...)` with one "
             "split."
         )
+    for name, fix in (("Series", "to_list()"), ("DataFrame", 'to_dict("records")')):
+        if is_kind(source, "pandas", name):
+            raise TypeError(
+                f"`{argument}` is a `pandas.{kind}`, which finds entries by their "
+                "labels, but examples are found by their numbers. Pass "
+                f"`{argument}.{fix}`."
+            )
     if is_nest_of_arrays(source):
         raise TypeError(
             f"`{argument}` is a {kind} of arrays, but it must give one example for "
@@ -164,6 +205,7 @@ def count_examples(source: Any, argument: str = "source") -> int:
     if count == sys.maxsize:
         raise ValueError(
             f"`len({argument})` is {count}, so the {kind} repeats forever. Pass it "
-            "without its own repetition, and use `repeat=True`."
+            "without its own repetition. `from_random_access(..., repeat=True)` and "
+            "`mix` repeat the examples."
         )
     return count

@@ -6,14 +6,17 @@ order of that epoch. So a process finds each row without reading the rows before
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from armillary._checks import check_positive_int, list_lines
+from armillary._checks import (
+    check_not_negative_int,
+    check_positive_int,
+    list_lines,
+)
 from armillary.data.sources._arrays import (
     ArrayDataset,
     IndexedDataset,
@@ -23,7 +26,7 @@ from armillary.data.sources._batch import is_nest_of_arrays, named_leaves
 from armillary.data.sources._examples import check_is_plain
 from armillary.data.sources._random_access import RandomAccessDataset
 from armillary.data.sources._shuffle import make_order
-from armillary.data.sources._take import empty_aligned
+from armillary.data.sources._take import check_rows, empty_aligned, name_rows
 from armillary.data.sources._weights import Schedule, check_weights
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -58,7 +61,8 @@ def mix(
 
     A position is the number of rows that were used. It is valid for any number of
     processes and replicas. Weights of later steps may be different in a resumed run,
-    and so may the batch size, if weights have not changed at an earlier step.
+    and so may the batch size, if weights have not changed at an earlier step. Keep one
+    iterator: each `iter` begins another pass, at step 0 of the weights.
 
     Args:
         sources: The sources by name. A source is a pytree of arrays, as in
@@ -68,8 +72,10 @@ def mix(
             same structure, shapes and dtypes.
         weights: The weight of each source, as a list in the order of `sources`, or as
             a dictionary by name. A dictionary by step has such weights for each step
-            from which they are used, and begins with step 0. A step is one batch.
-            Weights need no sum of 1. By default, they are the numbers of examples.
+            from which they are used, and begins with step 0. A step is one batch. If a
+            function with an `InputContext` returns the mixture, it is one batch of a
+            replica. Weights need no sum of 1. By default, they are the numbers of
+            examples.
         batch_size: As in `from_arrays`.
         shuffle_seed: Seed of the orders of all sources. With None, each source keeps
             its order.
@@ -91,6 +97,7 @@ class MixedDataset(IndexedDataset):
     """Rows of several sources in batches; made by `mix`, which documents it."""
 
     name = "mixture"
+    has_own_order = True
 
     def __init__(
         self,
@@ -134,7 +141,8 @@ class MixedDataset(IndexedDataset):
         Args:
             num_steps: The number of batches.
         """
-        return self.count_used(operator.index(num_steps) * self.batch_size)
+        num_steps = check_not_negative_int("num_steps", num_steps)
+        return self.count_used(num_steps * self.batch_size)
 
     def count_used(self, num_rows: int) -> dict[str, int]:
         """Returns the number of rows of each source among the first `num_rows`."""
@@ -150,13 +158,26 @@ class MixedDataset(IndexedDataset):
         owners = np.searchsorted(self._starts, rows, side="right") - 1
         types, structure = jax.tree.flatten(self.row_types)
         leaves = [empty_aligned((len(rows), *row.shape), row.dtype) for row in types]
-        for number, source in enumerate(self._sources.values()):
+        for number, name in enumerate(self._sources):
             own = np.flatnonzero(owners == number)
-            if len(own):
-                part = source.read_rows(rows[own] - self._starts[number])
-                for leaf, read in zip(leaves, jax.tree.leaves(part), strict=True):
-                    leaf[own] = read
+            if not len(own):
+                continue
+            part = self._read_source(name, rows[own] - self._starts[number])
+            for leaf, read in zip(leaves, jax.tree.leaves(part), strict=True):
+                leaf[own] = read
         return structure.unflatten(leaves)
+
+    def _read_source(self, name: str, rows: np.ndarray) -> Batch:
+        """Returns rows of one source.
+
+        Raises:
+            TypeError: If they do not have the types of the first example. NumPy would
+                repeat a row of one number, and convert numbers.
+        """
+        part = self._sources[name].read_rows(rows)
+        argument = f"sources[{name!r}]"
+        check_rows(part, self.row_types, lambda: name_rows(argument, rows))
+        return part
 
     def make_order(self, epoch: int) -> Any:
         """Returns the order of all rows; `epoch` counts the passes of a program."""

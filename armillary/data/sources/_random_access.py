@@ -143,8 +143,21 @@ class RandomAccessDataset(IndexedDataset):
             yield from threads.map(self._read, parts)
 
     def _read(self, numbers: list[int]) -> Sequence[PyTree]:
-        """Returns the examples of a few numbers."""
-        return read_examples(self._source, numbers, self.argument)
+        """Returns the examples of a few numbers.
+
+        Raises:
+            TypeError: If one is missing.
+        """
+        examples = read_examples(self._source, numbers, self.argument)
+        for number, example in zip(numbers, examples, strict=True):
+            if example is None:
+                raise TypeError(
+                    f"Example {number} of `{self.argument}` is None, but each number "
+                    "must have an example. In place of `filter` of Grain, which leaves "
+                    "gaps, use `armillary.data.select(source, keep)`, which gives the "
+                    "kept examples new numbers."
+                )
+        return examples
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some examples, if they are the same in each read."""

@@ -54,7 +54,7 @@ def take_rows(
     for start in range(0, len(places), rows_at_once):
         some = places[start : start + rows_at_once]
         part = read_rows(numbers[some])
-        check_rows(part, types, lambda some=some: _name(argument, numbers[some]))
+        check_rows(part, types, lambda some=some: name_rows(argument, numbers[some]))
         for target, leaf in zip(targets, jax.tree.leaves(part), strict=True):
             target[some] = leaf
 
@@ -67,7 +67,8 @@ def take_rows(
     return rows
 
 
-def _name(argument: str, numbers: np.ndarray) -> str:
+def name_rows(argument: str, numbers: np.ndarray) -> str:
+    """Returns a text for some examples of an argument."""
     first = numbers.min()
     last = numbers.max()
     if first == last:

@@ -151,7 +151,7 @@ def _check_values(values: Any, names: Sequence[str], name: str) -> list[float]:
         )
     wrong = [value for value in values if not _is_weight(value)]
     if wrong or not any(values):
-        shown = repr(wrong[0]) if wrong else "no weight above 0"
+        shown = f"{wrong[0]!r:.80}" if wrong else "no weight above 0"
         raise ValueError(
             f"`{name}` has {shown}, but weights must be numbers that are not negative, "
             f"and at least one must be above 0. Write shares of the rows, {_EXAMPLE}."
@@ -160,5 +160,10 @@ def _check_values(values: Any, names: Sequence[str], name: str) -> list[float]:
 
 
 def _is_weight(value: Any) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and float(value) >= 0
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    return math.isfinite(number) and number >= 0
