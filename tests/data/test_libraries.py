@@ -11,6 +11,9 @@ from armillary.data import (
     as_source,
     from_arrays,
     from_huggingface,
+    mix,
+    pack,
+    select,
 )
 from armillary.errors import BatchSizeError, DatasetStateError
 from tests.data.contract import check_source, read
@@ -236,6 +239,28 @@ def test_columns_and_transforms_of_huggingface_are_kept(datasets):
     lengths = rows.with_transform(lambda batch: {"n": [len(t) for t in batch["text"]]})
     (batch,) = from_huggingface(lengths, batch_size=2)
     assert batch["n"].tolist() == [1, 2]
+
+
+def test_examples_of_huggingface_are_chosen_by_text_and_packed(datasets):
+    rows = make_rows(
+        datasets, tokens=[[1, 2], [3], [4, 5, 6]], language=["en", "de", "en"]
+    )
+    english = select(rows, lambda row: row["language"] == "en")
+    assert [row["tokens"] for row in english] == [[1, 2], [4, 5, 6]]
+    tokens = rows.select_columns(["tokens"])
+    chosen = select(tokens, lambda text: text == "en", metadata=rows["language"])
+    (row,) = pack(chosen, row_length=6)
+    assert row["tokens"].tolist() == [1, 2, 4, 5, 6, 0]
+    assert row["segment_ids"].tolist() == [1, 1, 2, 2, 2, 0]
+
+
+def test_a_short_list_of_huggingface_is_never_repeated_in_a_mixture(datasets):
+    rows = make_rows(datasets, x=[[1, 1, 1], [2, 2, 2], [3], [4]])
+    sources = {"short": from_huggingface(rows, batch_size=1)}
+    batches = mix(sources, batch_size=2).make_iterator(0)
+    assert next(batches)["x"].tolist() == [[1, 1, 1], [2, 2, 2]]
+    with pytest.raises(TypeError, match=r"the numbers 2 to 3 of `sources\['short'\]`"):
+        next(batches)
 
 
 def test_huggingface_streams_shuffle_again_each_epoch(datasets):

@@ -1,13 +1,17 @@
 """Tests of `select`: filters that run once, and are a part of the order."""
 
+import re
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data import from_arrays, from_random_access, select
+from armillary.data import from_arrays, from_random_access, pack, select
 from armillary.errors import DatasetStateError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
@@ -46,6 +50,12 @@ def test_all_forms_of_a_filter_keep_the_same_examples(kept):
         select(numbers, lambda keep: keep, metadata=kept),
         select(numbers, kept),
         select(numbers, np.flatnonzero(kept)),
+        select(numbers, lambda keep: bool(keep), metadata=np.array(kept)),
+        select(
+            numbers,
+            lambda row: bool(row["keep"]),
+            metadata=from_arrays({"keep": np.array(kept)}, batch_size=1),
+        ),
         select(from_arrays({"x": np.arange(len(kept)) * 10}, batch_size=1), kept),
     )
     for selected in forms:
@@ -68,6 +78,28 @@ def test_a_filter_of_metadata_reads_no_example():
     next(iter(source))
     assert rows.reads == Counter([21, 22])
     assert repr(selected) == "SelectedExamples(2 of 23)"
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_arrays_are_examples_by_number(kind):
+    rows = kind([[1, 2], [3, 4], [5, 6]])
+    assert np.asarray([*select(rows, [2, 0])]).tolist() == [[5, 6], [1, 2]]
+    (row,) = pack(rows, row_length=8)
+    assert row["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    languages = np.array(["en", "de", "en"])
+    english = select(rows, lambda language: language == "en", metadata=languages)
+    assert english.numbers.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("Series", "to_list()"), ("DataFrame", 'to_dict("records")')]
+)
+def test_data_that_is_found_by_labels_is_refused(name, fix, monkeypatch):
+    kind = type(name, (list,), {"__module__": "pandas"})
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(**{name: kind}))
+    message = re.escape(f"is a `pandas.{name}`") + ".*" + re.escape(f"metadata.{fix}`")
+    with pytest.raises(TypeError, match=message):
+        select([1, 2], bool, metadata=kind([1, 0]))
 
 
 def test_filters_follow_one_another():
@@ -105,6 +137,9 @@ def test_a_position_of_another_filter_is_refused():
                 lambda: select(make_numbers(), "en")
             ),
             "`keep` is 2 of type int": lambda: select(make_numbers(), 2),
+            r"`keep` is \[\[0\], \[1, 2\]\] of type list, but": (
+                lambda: select(make_numbers(), [[0], [1, 2]])
+            ),
             "`keep` returned 0 of type int for example 0": (
                 lambda: select(make_numbers(), lambda example: 0)
             ),
@@ -118,6 +153,9 @@ def test_a_position_of_another_filter_is_refused():
         ValueError: {
             "`keep` keeps none of the 9 examples": (
                 lambda: select(make_numbers(), [False] * 9)
+            ),
+            "`keep` keeps none of the 9 examples, but": (
+                lambda: select(make_numbers(), [])
             ),
             "`keep` has the number 9, but `source` has the examples 0 to 8": (
                 lambda: select(make_numbers(), [0, 9])

@@ -8,7 +8,7 @@ import numpy as np
 from armillary._checks import check_one_of, check_positive_int
 from armillary.data.sources._arrays import fingerprint
 from armillary.data.sources._batch import as_numpy
-from armillary.data.sources._examples import ExampleReader, Examples
+from armillary.data.sources._examples import ExampleReader, Examples, as_vector
 from armillary.data.sources._packing_plan import make_plan
 
 _TOKENS = "tokens"
@@ -251,8 +251,9 @@ def _describe(types: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> str:
 
 
 def _check_lengths(lengths: Any, count: int) -> np.ndarray:
-    array = np.asarray(lengths)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
+    array = as_vector(lengths)
+    is_whole = array is not None and array.dtype.kind in "iu"
+    if array is None or not is_whole or array.min(initial=0) < 0:
         raise ValueError(
             f"`lengths` is {lengths!r:.80}, but it must be a list of whole numbers "
             "that are not negative: the number of tokens of each document."

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from armillary.data.sources._arrays import fingerprint
-from armillary.data.sources._examples import ExampleReader, Examples, count_examples
+from armillary.data.sources._examples import ExampleReader, Examples, as_vector
 from armillary.typing import PyTree
 
 _AT_ONCE = 1024
@@ -28,13 +28,15 @@ def select(source: Any, keep: Any, *, metadata: Any = None) -> "SelectedExamples
         )
 
     Args:
-        source: Examples by number, as in `from_random_access`, or a dataset of
-            `from_arrays` and similar functions, of which only the examples are used.
+        source: Examples by number, such as a list, an array or a `datasets.Dataset`,
+            or a dataset of `from_arrays` and similar functions, of which only the
+            examples are used.
         keep: The filter: a function that returns whether to keep an example; an array
             with a boolean for each example; or an array with the numbers of the
             examples to keep, in the order in which to keep them, each at most once.
         metadata: The argument of the function `keep` for each example, by number, such
-            as a list. By default, it is the example, so all examples are read once.
+            as a list or an array. By default, it is the example, so all examples are
+            read once.
 
     Returns:
         Examples by number, for `from_random_access`, `mix`, `pack` or `select`.
@@ -50,8 +52,8 @@ def select(source: Any, keep: Any, *, metadata: Any = None) -> "SelectedExamples
     if callable(keep):
         inputs = reader
         if metadata is not None:
-            _check_length("metadata", count_examples(metadata, "metadata"), count)
             inputs = ExampleReader(metadata, "metadata")
+            _check_length("metadata", inputs.num_examples, count)
         numbers = _find_kept(keep, inputs)
     elif metadata is not None:
         raise TypeError(
@@ -96,14 +98,13 @@ class SelectedExamples(Examples):
 
 def _find_kept(keep: Callable[[Any], Any], inputs: ExampleReader) -> np.ndarray:
     """Returns the numbers of the examples for which a function is true."""
-    kept: list[int] = []
-    for start in range(0, inputs.num_examples, _AT_ONCE):
-        numbers = range(start, min(start + _AT_ONCE, inputs.num_examples))
+    kept = np.zeros(inputs.num_examples, bool)
+    for start in range(0, len(kept), _AT_ONCE):
+        numbers = range(start, min(start + _AT_ONCE, len(kept)))
         examples = inputs.read(numbers)
         for number, example in zip(numbers, examples, strict=True):
-            if _as_bool(keep(example), number):
-                kept.append(number)
-    return np.asarray(kept, np.int64)
+            kept[number] = _as_bool(keep(example), number)
+    return np.flatnonzero(kept)
 
 
 def _as_bool(value: Any, number: int) -> bool:
@@ -117,14 +118,13 @@ def _as_bool(value: Any, number: int) -> bool:
 
 def _as_numbers(keep: Any, count: int) -> np.ndarray:
     """Returns the numbers that an array of booleans or of numbers stands for."""
-    array = np.asarray(keep)
-    is_boolean = array.dtype == bool
-    if array.ndim != 1 or not (is_boolean or array.dtype.kind in "iu"):
+    array = as_vector(keep)
+    if array is None or array.dtype.kind not in "biu":
         raise TypeError(
             f"`keep` is {keep!r:.80} of type {type(keep).__name__}, but it must be a "
             f"filter. {_FIXES}"
         )
-    if is_boolean:
+    if array.dtype == bool:
         _check_length("keep", len(array), count)
         return np.flatnonzero(array)
     outside = array[(array < 0) | (array >= count)]
