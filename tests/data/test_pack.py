@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.data import from_arrays, from_random_access, pack, select
-from armillary.data.sources._packing_plan import make_plan
+from armillary.data.sources import _packing_plan
+from armillary.data.sources._packing_plan import find_dtype, make_plan
 from armillary.errors import DatasetStateError
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
@@ -98,6 +99,28 @@ def test_a_plan_of_typical_documents_fills_its_rows():
         assert lengths.sum() / (plan.num_rows * 1024) > least
 
 
+def test_a_plan_has_32_bits_if_its_numbers_fit(monkeypatch):
+    lengths = np.array([5, 0, 30, 9, 12, 7])
+    documents = make_documents(lengths)
+    narrow = make_plan(lengths, 8)
+    text = pack(documents, row_length=8).fingerprints()
+    assert (find_dtype(2**31 - 1), find_dtype(2**31)) == (np.int32, np.int64)
+
+    monkeypatch.setattr(_packing_plan, "find_dtype", lambda most: np.int64)
+    wide = make_plan(lengths, 8)
+    assert pack(documents, row_length=8).fingerprints() == text
+    for name, numbers in vars(wide).items():
+        own = getattr(narrow, name)
+        assert (own.dtype, numbers.dtype) == (np.int32, np.int64)
+        np.testing.assert_array_equal(own, numbers)
+
+
+def test_a_document_may_have_more_tokens_than_32_bits_count():
+    plan = make_plan(np.array([2**31 + 5]), 2**30)
+    assert plan.starts.tolist() == [0, 2**30, 2**31]
+    assert plan.sizes.tolist() == [2**30, 2**30, 5]
+
+
 # Rows
 
 
@@ -180,6 +203,21 @@ def test_documents_may_have_several_arrays():
     (row,) = pack(documents, row_length=6)
     assert row["ids"].tolist() == [0, 1, 0, 1, 2, 0]
     assert row["vectors"][:, 1].tolist() == [2, 2, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("row_length", [2, 3, 16])
+def test_the_weight_of_a_target_is_the_weight_of_the_next_token(row_length):
+    weights = np.array([0.0, 0.0, 1.0, 1.0, 0.5], np.float32)
+    shifted = np.append(weights[1:], np.float32(0))
+    tokens = np.array([10, 11, 12, 13, 14])
+    document = {"tokens": tokens, "weights": shifted}
+    rows = list(pack([document] * 2, row_length=row_length, targets=True))
+    found = Counter()
+    for row in rows:
+        own = row["segment_ids"] > 0
+        pairs = zip(row["targets"][own], row["weights"][own], strict=True)
+        found.update((int(target), float(weight)) for target, weight in pairs)
+    assert found == {(11, 0): 2, (12, 1): 2, (13, 1): 2, (14, 0.5): 2}
 
 
 def test_packed_rows_show_their_share():

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import operator
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -172,6 +172,11 @@ def _types_of_rows(arrays: PyTree) -> PyTree:
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
     """Returns a short text that is equal for equal bytes."""
+    return fingerprint_all(parts)
+
+
+def fingerprint_all(parts: Iterable[bytes | np.ndarray]) -> str:
+    """Returns the fingerprint of parts that need not exist at the same time."""
     crc = 0
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -1,15 +1,16 @@
 """Packing: documents of several lengths as examples of one length, by a plan."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from armillary._checks import check_one_of, check_positive_int
-from armillary.data.sources._arrays import fingerprint
+from armillary.data.sources._arrays import fingerprint_all
 from armillary.data.sources._batch import as_numpy
 from armillary.data.sources._examples import ExampleReader, Examples, as_vector
-from armillary.data.sources._packing_plan import make_plan
+from armillary.data.sources._packing_plan import find_dtype, make_plan
 
 _TOKENS = "tokens"
 _TARGETS = "targets"
@@ -18,6 +19,8 @@ _POSITIONS = "positions"
 _LONGEST = np.iinfo(np.int32).max  # because positions have 32 bits on a device
 _AT_ONCE = 1024
 """The number of documents that are read together to find their lengths."""
+_BLOCK = 2**20
+"""The numbers of a plan that are converted together."""
 
 
 def pack(
@@ -33,6 +36,7 @@ def pack(
     The plan depends only on the lengths of the documents. So an example is found
     without reading the documents of other examples, and every process makes the same
     examples. Each token is in exactly one example. Documents longer than a row are cut.
+    The longest documents come first, so shuffle the examples (`shuffle_seed`).
 
     An example is a dictionary of arrays of shape `(row_length, ...)`:
 
@@ -44,9 +48,9 @@ def pack(
       first token of the next piece, so no target is lost.
 
     Args:
-        documents: Documents by number, such as a list: each one is an array of tokens,
-            of shape `(length, ...)`, or a dictionary of arrays with one first size. Or
-            a result of `select`.
+        documents: Documents by number, such as a list, a `datasets.Dataset` or a
+            result of `select`: each one is an array of tokens, of shape
+            `(length, ...)`, or a dictionary of arrays with one first size.
         row_length: The number of tokens in an example.
         lengths: The number of tokens of each document, as an array. By default, each
             document is read once to find it.
@@ -54,7 +58,9 @@ def pack(
             default, all documents may, which leaves the least padding. A window keeps
             the documents of an example near each other, for data on slow disks.
         targets: Whether an example has `targets`. The last token of a document is then
-            only a target, so a document of n tokens takes n - 1 places.
+            only a target, so a document of n tokens takes n - 1 places. Other arrays
+            stay with their token. For the weight of a target, which is the next token,
+            shift the array in the document: `np.append(weights[1:], 0)`.
 
     Returns:
         Examples by number, for `from_random_access`, `mix` or `select`. `efficiency` is
@@ -91,6 +97,8 @@ class PackedExamples(Examples):
         else:
             self._lengths = _check_lengths(lengths, self._reader.num_examples)
 
+        longest = int(self._lengths.max(initial=0))
+        self._lengths = self._lengths.astype(find_dtype(longest))
         used = np.maximum(self._lengths - self._has_targets, 0)
         self.num_tokens = int(used.sum())
         if not self.num_tokens:
@@ -128,7 +136,8 @@ class PackedExamples(Examples):
         plan = self._plan
         source = repr(self._reader.fingerprints()).encode()
         parts = (plan.bounds, plan.documents, plan.starts, plan.sizes)
-        text = fingerprint(*parts, source)
+        blocks = itertools.chain.from_iterable(map(_as_blocks, parts))
+        text = fingerprint_all(itertools.chain(blocks, [source]))
         return {"packing": f"{len(self)} rows of {self.row_length} {text}"}
 
     def _make_row(
@@ -209,6 +218,12 @@ class PackedExamples(Examples):
                 f"`{_TOKENS}`, only {', '.join(document)}. Rename the array of tokens."
             )
         return _find_types(document)
+
+
+def _as_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields parts of an array in 64 bits, so that its type makes no difference."""
+    for start in range(0, len(numbers), _BLOCK):
+        yield numbers[start : start + _BLOCK].astype(np.int64)
 
 
 def _as_document(value: Any, number: int) -> dict[str, np.ndarray]:

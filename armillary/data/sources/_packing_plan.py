@@ -1,7 +1,11 @@
-"""Plans that pack pieces of documents into rows, from their lengths alone."""
+"""Plans that pack pieces of documents into rows, from their lengths alone.
+
+Every process holds the plan of all documents, so its numbers have 32 bits if they fit.
+"""
 
 import bisect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +48,11 @@ def make_plan(
         row_length: The length of a row.
         window: The number of neighboring documents that may share rows; None for all.
     """
+    longest = int(lengths.max(initial=0))
+    lengths = lengths.astype(find_dtype(longest + row_length), copy=False)
     documents, starts, sizes = _cut(lengths, row_length)
     window = window or max(1, len(lengths))
-    rows = np.empty(len(sizes), np.int64)
+    rows = np.empty(len(sizes), documents.dtype)
     num_rows = 0
     for first in range(0, len(lengths), window):
         begin, end = np.searchsorted(documents, [first, first + window])
@@ -54,9 +60,15 @@ def make_plan(
         rows[begin:end] = own + num_rows
         num_rows += count
 
+    bounds = np.zeros(num_rows + 1, documents.dtype)
+    np.cumsum(np.bincount(rows, minlength=num_rows), out=bounds[1:])
     order = np.argsort(rows, kind="stable")
-    bounds = np.searchsorted(rows[order], np.arange(num_rows + 1))
     return PackingPlan(bounds, documents[order], starts[order], sizes[order])
+
+
+def find_dtype(most: int) -> Any:
+    """Returns the smallest of the usual integer types that holds a number."""
+    return np.int32 if most <= np.iinfo(np.int32).max else np.int64
 
 
 def _cut(
@@ -64,9 +76,13 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the document, the start and the size of each piece of all documents."""
     num_pieces = -(-lengths // row_length)
-    documents = np.repeat(np.arange(len(lengths)), num_pieces)
-    firsts = np.cumsum(num_pieces) - num_pieces
-    starts = (np.arange(len(documents)) - firsts[documents]) * row_length
+    count = int(num_pieces.sum())
+    kind = find_dtype(max(count, len(lengths)))
+    documents = np.repeat(np.arange(len(lengths), dtype=kind), num_pieces)
+    firsts = np.cumsum(num_pieces, dtype=kind) - num_pieces
+    # The number of each piece in its document, and then its place there.
+    starts = (np.arange(count, dtype=kind) - firsts[documents]).astype(lengths.dtype)
+    starts *= row_length
     sizes = np.minimum(lengths[documents] - starts, row_length)
     return documents, starts, sizes
 
@@ -77,7 +93,8 @@ def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
     Pieces of one size are placed together. The row with the least room that is enough
     remains this row until it is full, so it takes as many of these pieces as fit.
     """
-    rows = np.empty(len(sizes), np.int64)
+    kind = find_dtype(len(sizes))
+    rows = np.empty(len(sizes), kind)
     by_room: dict[int, np.ndarray] = {}
     rooms: list[int] = []  # the keys of `by_room`, rising
     num_rows = 0
@@ -91,7 +108,7 @@ def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
             bisect.insort(rooms, room)
         by_room[room] = some
 
-    order = np.argsort(-sizes, kind="stable")
+    order = np.argsort(-sizes, kind="stable").astype(kind)
     ends = np.flatnonzero(np.diff(sizes[order])) + 1
     for pieces in np.split(order, ends):
         size = int(sizes[pieces[0]]) if len(pieces) else 0
@@ -103,7 +120,7 @@ def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
             else:
                 room = row_length
                 num_new = -(-len(pieces) // (room // size))
-                targets = np.arange(num_rows, num_rows + num_new)
+                targets = np.arange(num_rows, num_rows + num_new, dtype=kind)
                 num_rows += num_new
 
             in_each = room // size
