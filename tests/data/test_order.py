@@ -99,6 +99,24 @@ def test_another_order_is_an_error_and_changes_nothing(change, tmp_path):
         other.set_state(state)
 
 
+def test_a_shuffle_of_another_release_of_numpy_is_refused(monkeypatch):
+    arrays = {"x": np.arange(8)}
+    plain = save(from_arrays(arrays, batch_size=2))
+    state = save(from_arrays(arrays, batch_size=2, shuffle_seed=1))
+
+    def reverse(count, seed, *numbers):
+        return np.arange(count)[::-1]
+
+    monkeypatch.setattr(_arrays, "make_order", reverse)
+    other = strategy.distribute_dataset(from_arrays(arrays, batch_size=2))
+    other.set_state(plain)
+    other = from_arrays(arrays, batch_size=2, shuffle_seed=1)
+    with pytest.raises(
+        DatasetStateError, match=r"shuffle of NumPy: #.*in the state, #"
+    ):
+        strategy.distribute_dataset(other).set_state(state)
+
+
 def test_a_loader_of_grain_compares_its_sampler():
     state = save(make_grain_loader(shuffle_seed=2))
     other = strategy.distribute_dataset(make_grain_loader(shuffle_seed=1))

@@ -119,11 +119,15 @@ class IndexedDataset(abc.ABC):
     @functools.cached_property
     def order_of_examples(self) -> dict[str, Any]:
         """The values that decide the order of the examples, in types of JSON."""
-        return {
+        order: dict[str, Any] = {
             "examples": self.num_examples,
             "shuffle_seed": self.shuffle_seed,
-            **self.fingerprints(),
         }
+        if self.shuffle_seed is not None:
+            # A release of NumPy may shuffle differently.
+            some = make_order(_MOST_SHUFFLED, 0)
+            order["shuffle of NumPy"] = fingerprint(np.asarray(some, np.int64))
+        return {**order, **self.fingerprints()}
 
     @property
     def shared_options(self) -> dict[str, Any]:
@@ -284,6 +288,8 @@ class IndexedIterator:
         self._go_to(epoch, index)
 
 
+_MOST_SHUFFLED = 1024
+"""The numbers whose shuffle shows whether NumPy shuffles as at a save."""
 _MOST_BYTES = 2**28
 """A fingerprint reads arrays up to this size completely, in a tenth of a second."""
 _MOST_ROWS = 1024
