@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import armillary
-from armillary.data import InputContext, InputOptions, from_arrays
+from armillary.data import InputContext, InputOptions, from_arrays, mix, pack
 from armillary.errors import ArmillaryError
 from tests.multiprocess.rows import whole
 from tests.multiprocess.scenarios import run_scenario
@@ -210,6 +210,66 @@ def mistakes() -> dict[str, str]:
         "different": catch(lambda: read(tensor, make_different)),
         "odd": catch(lambda: read({"data": 8}, make_odd)),
         "overlapping": catch(lambda: read(make_overlapping, make_arrays)),
+    }
+
+
+def fails(prefetch: int) -> dict[str, Any]:
+    """Trains on generators, of which the one of process 1 fails."""
+    strategy = armillary.ShardedStrategy({"data": 8})
+
+    def make(context: InputContext) -> Any:
+        size = context.get_per_replica_batch_size(BATCH_SIZE)
+
+        def generate() -> Iterator[Any]:
+            for number in range(40):
+                if number == 3 and context.input_pipeline_id == 1:
+                    raise OSError("the disk is gone")
+                yield {"x": np.full(size, number, np.int32)}
+
+        return generate
+
+    options = InputOptions(prefetch=prefetch)
+    dataset = strategy.distribute_datasets_from_function(make, options)
+    trainer = Trainer(strategy, dataset)
+    found = ""
+    try:
+        trainer.train(NUM_STEPS)
+    except (ArmillaryError, OSError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return {"error": found}
+
+
+def mixes(mesh: dict[str, int]) -> dict[str, Any]:
+    """Reads a mixture of packed rows in each pipeline, and again from its middle."""
+    strategy = armillary.ShardedStrategy(mesh)
+
+    def make(context: InputContext) -> Any:
+        own = range(context.input_pipeline_id, 60, context.num_input_pipelines)
+        documents = [np.full(2 + number % 7, number, np.int32) for number in own]
+        packed = pack(documents, row_length=8, targets=True)
+        return mix(
+            {"a": packed, "b": packed},
+            {0: [1, 1], 3: [1, 3]},
+            batch_size=context.get_per_replica_batch_size(BATCH_SIZE),
+            shuffle_seed=0,
+        )
+
+    def read(iterator: Any) -> list[Any]:
+        tokens = [next(iterator)["tokens"] for _ in range(3)]
+        return [np.asarray(strategy.gather(each, axis=0)).tolist() for each in tokens]
+
+    dataset = strategy.distribute_datasets_from_function(make)
+    iterator = iter(dataset)
+    for _ in range(5):
+        next(iterator)
+    state = dataset.get_state()
+    rest = read(iterator)
+    again = strategy.distribute_datasets_from_function(make)
+    again.set_state(state)
+    return {
+        "used": [position["source"]["used"] for position in state["pipelines"]],
+        "rest": rest,
+        "again": read(iter(again)),
     }
 
 

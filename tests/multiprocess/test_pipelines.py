@@ -113,3 +113,30 @@ def test_data_that_cannot_be_right_is_refused(tmp_path):
         assert "ValueError: The function with an `input_context`" in overlapping
         assert "process 0: 0, 1\n  process 1: 1, 2" in overlapping
         assert "strategy.distribute_dataset(dataset)" in overlapping
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_generator_that_fails_in_one_process_ends_all(tmp_path, prefetch):
+    outcome = run(tmp_path, "fails", 4, prefetch=prefetch)
+
+    assert outcome.codes == [0] * 4, outcome.log
+    for process, result in enumerate(outcome.results):
+        if process == 1:
+            assert result["error"] == "OSError: the disk is gone"
+        else:
+            assert "process 1 of 4: OSError: the disk is gone" in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_pipelines"), [("data", 4), ("tensor over processes", 2)]
+)
+def test_each_pipeline_has_a_mixture_of_its_own(tmp_path, mesh, num_pipelines):
+    outcome = run(tmp_path, "mixes", 4, mesh=pipelines.MESHES[mesh])
+
+    assert outcome.codes == [0] * 4, outcome.log
+    # Three batches with equal shares, and two with a quarter and three quarters.
+    size = pipelines.BATCH_SIZE // num_pipelines
+    used = {"a": 3 * size // 2 + 2 * size // 4, "b": 3 * size // 2 + 2 * 3 * size // 4}
+    for result in outcome.results:
+        assert result["used"] == [used] * num_pipelines
+        assert result["rest"] == result["again"] == outcome.results[0]["rest"]
