@@ -87,16 +87,26 @@ def _start(leaf: Any) -> jax.Array:
 def _sum_up(array: jax.Array) -> jax.Array:
     """Returns two sums over all elements and their positions."""
     words = _as_words(array)
-    position = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        position = position * np.uint32(size) + index
+    positions = _number_elements(words.shape)
+    mixed: list[jax.Array] = []
+    for seed in _SEEDS:
+        places = _mix(positions + np.uint32(seed))
+        mixed.append(_mix(words ^ places))
 
-    mixed = [_mix(words ^ _mix(position + np.uint32(seed))) for seed in _SEEDS]
     # In one reduction, because XLA writes the operands of two into memory first.
     zeros = [np.uint32(0)] * len(mixed)
     axes = tuple(range(words.ndim))
-    return jnp.stack(lax.reduce(mixed, zeros, _add, axes))
+    sums = lax.reduce(mixed, zeros, _add, axes)
+    return jnp.stack(sums)
+
+
+def _number_elements(shape: tuple[int, ...]) -> jax.Array:
+    """Returns the position of each element in the whole array, in row-major order."""
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        index = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        position = position * np.uint32(size) + index
+    return position
 
 
 def _add(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
@@ -111,7 +121,8 @@ def _as_words(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _as_words(jnp.stack([array.real, array.imag], axis=-1))
     is_float = jnp.issubdtype(dtype, jnp.floating)
-    bits = jnp.finfo(dtype).bits if is_float else jnp.iinfo(dtype).bits
+    limits = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+    bits = limits.bits
     if bits < 8:
         return _as_words(array.astype(jnp.float32))  # exact
     # A number of 64 bits becomes two words along a new axis.

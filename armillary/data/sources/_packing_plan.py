@@ -87,6 +87,36 @@ def _cut(
     return documents, starts, sizes
 
 
+class _Rooms:
+    """The rows that are not full, by their room."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+        self._rooms: list[int] = []  # the keys of `_rows`, rising
+
+    def put(self, rows: np.ndarray, room: int) -> None:
+        """Adds rows that have this room, if they have any."""
+        if not len(rows) or not room:
+            return
+        others = self._rows.get(room)
+        if others is None:
+            bisect.insort(self._rooms, room)
+            self._rows[room] = rows
+        else:
+            self._rows[room] = np.concatenate([others, rows])
+
+    def take(self, size: int) -> tuple[np.ndarray, int] | None:
+        """Removes the rows with the least room for `size`; returns them and the room.
+
+        Returns `None` if no row has enough room.
+        """
+        place = bisect.bisect_left(self._rooms, size)
+        if place == len(self._rooms):
+            return None
+        room = self._rooms.pop(place)
+        return self._rows.pop(room), room
+
+
 def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
     """Returns the row of each piece, and the number of rows.
 
@@ -95,43 +125,43 @@ def _fit(sizes: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:
     """
     kind = find_dtype(len(sizes))
     rows = np.empty(len(sizes), kind)
-    by_room: dict[int, np.ndarray] = {}
-    rooms: list[int] = []  # the keys of `by_room`, rising
     num_rows = 0
-
-    def put(some: np.ndarray, room: int) -> None:
-        if not len(some) or not room:
-            return
-        if room in by_room:
-            some = np.concatenate([by_room[room], some])
-        else:
-            bisect.insort(rooms, room)
-        by_room[room] = some
-
-    order = np.argsort(-sizes, kind="stable").astype(kind)
-    ends = np.flatnonzero(np.diff(sizes[order])) + 1
-    for pieces in np.split(order, ends):
-        size = int(sizes[pieces[0]]) if len(pieces) else 0
+    rooms = _Rooms()
+    for pieces in _group_by_size(sizes):
+        size = int(sizes[pieces[0]])
         while len(pieces):
-            place = bisect.bisect_left(rooms, size)
-            if place < len(rooms):
-                room = rooms.pop(place)
-                targets = by_room.pop(room)
-            else:
-                room = row_length
-                num_new = -(-len(pieces) // (room // size))
-                targets = np.arange(num_rows, num_rows + num_new, dtype=kind)
+            found = rooms.take(size)
+            if found is None:
+                num_new = _divide_up(len(pieces), row_length // size)
+                new = np.arange(num_rows, num_rows + num_new, dtype=kind)
                 num_rows += num_new
+                found = (new, row_length)
 
+            targets, room = found
             in_each = room // size
-            num_used = min(len(targets), -(-len(pieces) // in_each))
+            num_used = min(len(targets), _divide_up(len(pieces), in_each))
             num_placed = min(len(pieces), num_used * in_each)
             used = targets[:num_used]
             rows[pieces[:num_placed]] = np.repeat(used, in_each)[:num_placed]
             pieces = pieces[num_placed:]
 
+            # Only the last row may have got fewer pieces than fit.
             in_last = num_placed - (num_used - 1) * in_each
-            put(targets[num_used:], room)
-            put(used[:-1], room - in_each * size)
-            put(used[-1:], room - in_last * size)
+            rooms.put(targets[num_used:], room)
+            rooms.put(used[:-1], room - in_each * size)
+            rooms.put(used[-1:], room - in_last * size)
     return rows, num_rows
+
+
+def _group_by_size(sizes: np.ndarray) -> list[np.ndarray]:
+    """Returns the numbers of the pieces of each size, the largest size first."""
+    if not len(sizes):
+        return []
+    order = np.argsort(-sizes, kind="stable").astype(find_dtype(len(sizes)))
+    ends = np.flatnonzero(np.diff(sizes[order])) + 1
+    return np.split(order, ends)
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    """Returns a quotient, rounded up."""
+    return -(-number // divisor)

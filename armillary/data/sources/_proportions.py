@@ -47,11 +47,11 @@ class Proportions:
         self.num_choices = len(weights)
         exact = [Fraction(weight) for weight in weights]
         total = sum(exact)
-        leaves = [
-            _Node(max(1, round(weight / total * _SCALE)), choice)
-            for choice, weight in enumerate(exact)
-            if weight
-        ]
+        leaves: list[_Node] = []
+        for choice, weight in enumerate(exact):
+            if weight:
+                scaled = round(weight / total * _SCALE)
+                leaves.append(_Node(max(1, scaled), choice))
         self._root = _join(leaves)
 
     def count(self, num_rows: int) -> list[int]:
@@ -73,14 +73,15 @@ class Proportions:
             Two arrays of shape `(stop - start,)`: the choice of each row, and the
             number of earlier rows with the same choice.
         """
-        parts = [
-            self._choose(first, min(first + _MOST_ROWS, stop))
-            for first in range(start, stop, _MOST_ROWS)
-        ]
-        choices = [choice for choice, _ in parts]
-        before = [count for _, count in parts]
-        nothing = np.zeros(0, np.int64)
-        return np.concatenate([nothing, *choices]), np.concatenate([nothing, *before])
+        # An empty part first, because nothing cannot be joined.
+        choices = [np.zeros(0, np.int64)]
+        before = [np.zeros(0, np.int64)]
+        for first in range(start, stop, _MOST_ROWS):
+            last = min(first + _MOST_ROWS, stop)
+            own, counts = self._choose(first, last)
+            choices.append(own)
+            before.append(counts)
+        return np.concatenate(choices), np.concatenate(before)
 
     def _choose(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         choices = np.empty(stop - start, np.int64)
@@ -124,7 +125,9 @@ def _divide(
         return
     left, right = node.parts
     # floor(n * share + 1/2), in integers: only the first product can exceed 64 bits.
-    whole, rest = divmod(2 * count * left.weight + node.weight, 2 * node.weight)
-    own = (rest + 2 * more * left.weight) // (2 * node.weight)
+    divisor = 2 * node.weight
+    factor = 2 * left.weight
+    whole, rest = divmod(count * factor + node.weight, divisor)
+    own = (rest + more * factor) // divisor
     yield from _divide(left, whole, own)
     yield from _divide(right, count - whole, more - own)
