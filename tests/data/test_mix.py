@@ -413,6 +413,21 @@ def test_weights_are_compared_between_processes():
     assert one.shared_options != other.shared_options
 
 
+def test_weights_may_change_at_many_steps():
+    weights = {step: [1 + step, 2000 - step] for step in range(2000)}
+    one = make_mix([5, 9], weights)
+    other = make_mix([5, 9], {**weights, 1999: [1, 1]})
+    assert len(one.shared_options["weights"]) < 300
+    assert one.shared_options != other.shared_options
+    # Each step is within 2 rows of its share, and nothing is left from earlier steps.
+    for step in (1, 700, 1999):
+        own = one.count_rows(step + 1)["s0"] - one.count_rows(step)["s0"]
+        assert abs(own - 4 * (1 + step) / 2001) < 1
+    pairs, _ = read(one, 2000)
+    counts = np.bincount([source for source, _ in pairs])
+    assert counts.tolist() == list(one.count_rows(2000).values())
+
+
 def test_packed_rows_of_several_sources_are_mixed():
     documents = [np.arange(size, dtype=np.int32) for size in (3, 5, 8, 2)]
     packed = pack(documents, row_length=8)

@@ -21,6 +21,7 @@ from armillary.data.sources._arrays import (
     ArrayDataset,
     IndexedDataset,
     IndexedIterator,
+    fingerprint,
 )
 from armillary.data.sources._batch import is_nest_of_arrays, named_leaves
 from armillary.data.sources._examples import check_is_plain
@@ -31,6 +32,8 @@ from armillary.data.sources._weights import Schedule, check_weights
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
 
+_MOST_LETTERS = 200
+"""The letters of weights that processes send each other."""
 _PLAIN = (1, None, False, False)
 """The options of a dataset of which only the examples are used."""
 
@@ -201,7 +204,11 @@ class MixedDataset(IndexedDataset):
     def shared_options(self) -> dict[str, Any]:
         # Not in the order of a position, because later weights may change in a
         # resumed run: the state counts the used rows of each source instead.
-        return {**super().shared_options, "weights": self._schedule.values}
+        weights = repr(self._schedule.values)
+        shown = f"{weights:.{_MOST_LETTERS}}"
+        if shown != weights:
+            shown += f"... {fingerprint(weights.encode())}"
+        return {**super().shared_options, "weights": shown}
 
 
 def _as_indexed(source: Any, argument: str, num_threads: int) -> IndexedDataset:

@@ -43,11 +43,14 @@ class Schedule:
 
     def __init__(self, weights: Mapping[int, list[float]], batch_size: int) -> None:
         self._phases: list[_Phase] = []
+        # The first row of each phase. Weights may change at many steps.
+        self._starts: list[int] = []
         for step, values in weights.items():
             start = step * batch_size
             used = self.count(start) if self._phases else [0] * len(values)
             phase = _Phase(start, values, used, Proportions(values))
             self._phases.append(phase)
+            self._starts.append(start)
 
     @property
     def values(self) -> list[tuple[int, list[float]]]:
@@ -67,8 +70,9 @@ class Schedule:
         """
         sources: list[np.ndarray] = []
         earlier: list[np.ndarray] = []
-        ends = [phase.start for phase in self._phases[1:]]
-        bounds = [start, *[end for end in ends if start < end < stop], stop]
+        begin = bisect.bisect_right(self._starts, start)
+        end = bisect.bisect_left(self._starts, stop)
+        bounds = [start, *self._starts[begin:end], stop]
         for first, last in itertools.pairwise(bounds):
             phase = self._phases[self._find(first)]
             own, before = phase.proportions.choose(
@@ -79,8 +83,7 @@ class Schedule:
         return np.concatenate(sources), np.concatenate(earlier)
 
     def _find(self, row: int) -> int:
-        starts = [phase.start for phase in self._phases]
-        return bisect.bisect_right(starts, row) - 1
+        return bisect.bisect_right(self._starts, row) - 1
 
 
 def check_weights(weights: Any, names: Sequence[str]) -> dict[int, list[float]]:
