@@ -107,14 +107,58 @@ def test_weights_change_at_their_step(data, num_sources, batch_size):
 
     pairs, _ = read(dataset, 40)
     sources = np.array([source for source, _ in pairs])
+    shares = np.empty((len(sources), num_sources))
     for step, end in zip(steps, [*steps[1:], 40], strict=True):
         own = sources[step * batch_size : end * batch_size]
-        shares = np.array(weights[step]) / sum(weights[step])
+        assert not np.isin(own, np.flatnonzero(np.array(weights[step]) == 0)).any()
+        shares[step * batch_size : end * batch_size] = weights[step]
         counts = np.bincount(own, minlength=num_sources)
-        assert np.all(np.abs(counts - shares * len(own)) < 2)
         before = dataset.count_rows(step)
         after = dataset.count_rows(end)
         assert [after[name] - before[name] for name in after] == counts.tolist()
+    shares /= shares.sum(1, keepdims=True)
+    found = np.cumsum(sources[:, None] == np.arange(num_sources), axis=0)
+    assert np.max(np.abs(found - np.cumsum(shares, axis=0))) < 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    data=st.data(),
+    num_choices=st.integers(1, 9),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=20),
+)
+def test_shares_are_exact_if_weights_change_at_each_step(data, num_choices, lengths):
+    one = st.lists(
+        st.just(0.0) | st.floats(1e-3, 1e3), min_size=num_choices, max_size=num_choices
+    )
+    counts = [0] * num_choices
+    expected = [Fraction(0)] * num_choices
+    owed = None
+    for length in lengths:
+        weights = data.draw(one.filter(any))
+        proportions = Proportions(weights, owed)
+        total = sum(map(Fraction, weights))
+        choices, before = proportions.choose(0, length)
+        earlier = list(counts)
+        for choice, count in zip(choices.tolist(), before.tolist(), strict=True):
+            assert weights[choice] > 0
+            assert counts[choice] - earlier[choice] == count
+            counts[choice] += 1
+            for each, weight in enumerate(weights):
+                expected[each] += Fraction(weight) / total
+                assert abs(counts[each] - expected[each]) < 2
+        owed = proportions.find_owed(length)
+        for each in range(num_choices):
+            exact = expected[each] - counts[each]
+            assert abs(Fraction(owed[each], 2**40) - exact) < 1e-6
+
+
+def test_a_small_share_is_read_if_weights_change_at_each_step():
+    # Each step alone would be rounded to no row of the second source.
+    weights = {step: [95 - step / 1000, 5 + step / 1000] for step in range(1000)}
+    dataset = make_mix([100, 100], weights, batch_size=8)
+    share = sum(8 * second / 100 for _, second in weights.values())
+    assert dataset.count_rows(1000)["s1"] == round(share) == 440
 
 
 def test_weights_are_numbers_of_examples_by_default():
@@ -419,10 +463,9 @@ def test_weights_may_change_at_many_steps():
     other = make_mix([5, 9], {**weights, 1999: [1, 1]})
     assert len(one.shared_options["weights"]) < 300
     assert one.shared_options != other.shared_options
-    # Each step is within 2 rows of its share, and nothing is left from earlier steps.
     for step in (1, 700, 1999):
-        own = one.count_rows(step + 1)["s0"] - one.count_rows(step)["s0"]
-        assert abs(own - 4 * (1 + step) / 2001) < 1
+        share = sum(4 * (1 + earlier) / 2001 for earlier in range(step))
+        assert abs(one.count_rows(step)["s0"] - share) <= 0.5
     pairs, _ = read(one, 2000)
     counts = np.bincount([source for source, _ in pairs])
     assert counts.tolist() == list(one.count_rows(2000).values())

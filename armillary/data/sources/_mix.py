@@ -57,10 +57,11 @@ def mix(
             shuffle_seed=0,
         )
 
-    The weights decide the source of each row without random draws. From the step at
-    which weights begin, the rows of each source are always within 2 rows of its share,
-    and within 1 row with up to three sources. Each source has epochs of its own, and an
-    order for each of them. It repeats a row only after all of its rows.
+    The weights decide the source of each row without random draws. The rows of each
+    source are always within 2 rows of its share, even if weights change at each step.
+    With constant weights and up to three sources, they are within 1 row. Each source
+    has epochs of its own, and an order for each of them. It repeats a row only after
+    all of its rows.
 
     A position is the number of rows that were used. It is valid for any number of
     processes and replicas. Weights of later steps may be different in a resumed run,

@@ -13,6 +13,10 @@ Each rounding is at most 1/2 away from its exact value, and passes only a share 
 to the choices below. The tree is Huffman's, whose shares are at most 1, 1, 1/2, 1/3,
 1/5, ... (one divided by the Fibonacci numbers). So the count of each choice is always
 within 1.7 of its exact value, for any number of choices, and within 1 for up to three.
+
+Weights may follow other weights. Then a choice begins with the fraction of a row that
+it is owed from before. Otherwise, weights that change at each step would be rounded in
+each step, and a choice with a small share would never occur.
 """
 
 import heapq
@@ -23,7 +27,8 @@ from fractions import Fraction
 
 import numpy as np
 
-_SCALE = 2**40
+_BITS = 40
+_SCALE = 2**_BITS
 """The sum of all weights as integers: 2**40 rows are exact to half a row."""
 _MOST_ROWS = 2**20
 """The rows of one computation, whose products then fit into 64 bits."""
@@ -32,6 +37,7 @@ _MOST_ROWS = 2**20
 @dataclass(frozen=True)
 class _Node:
     weight: int
+    owed: int  # in parts of a row, of which `_SCALE` are one
     choice: int | None = None  # of a leaf
     parts: tuple["_Node", "_Node"] | None = None
 
@@ -41,17 +47,22 @@ class Proportions:
 
     Args:
         weights: The weight of each choice, not negative, with a positive sum.
+        owed: The result of `find_owed` of the weights before; by default, nothing.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(
+        self, weights: Sequence[float], owed: Sequence[int] | None = None
+    ) -> None:
         self.num_choices = len(weights)
+        self._owed = list(owed or [0] * len(weights))
         exact = [Fraction(weight) for weight in weights]
         total = sum(exact)
         leaves: list[_Node] = []
         for choice, weight in enumerate(exact):
             if weight:
-                scaled = round(weight / total * _SCALE)
-                leaves.append(_Node(max(1, scaled), choice))
+                scaled = max(1, round(weight / total * _SCALE))
+                leaves.append(_Node(scaled, self._owed[choice], choice))
+        self._leaves = leaves
         self._root = _join(leaves)
 
     def count(self, num_rows: int) -> list[int]:
@@ -61,6 +72,19 @@ class Proportions:
         for choice, count, _ in _divide(self._root, num_rows, nothing):
             counts[choice] = count
         return counts
+
+    def find_owed(self, num_rows: int) -> list[int]:
+        """Returns what each choice is owed after the first rows, or is ahead (< 0).
+
+        A choice with weight 0 is still owed the same.
+        """
+        owed = list(self._owed)
+        counts = self.count(num_rows)
+        for leaf in self._leaves:
+            assert leaf.choice is not None
+            share = num_rows * leaf.weight * _SCALE // self._root.weight
+            owed[leaf.choice] += share - counts[leaf.choice] * _SCALE
+        return owed
 
     def choose(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the choices of some rows, and how often each occurred before.
@@ -103,7 +127,8 @@ def _join(leaves: list[_Node]) -> _Node:
         *_, small = heapq.heappop(heap)
         *_, large = heapq.heappop(heap)
         weight = small.weight + large.weight
-        joined = _Node(weight, parts=(large, small))
+        owed = small.owed + large.owed
+        joined = _Node(weight, owed, parts=(large, small))
         heapq.heappush(heap, (weight, next(numbers), joined))
     (_, _, root) = heap[0]
     return root
@@ -116,7 +141,7 @@ def _divide(
 
     Args:
         node: The node that has these rows.
-        count: A number of rows, of any size.
+        count: A number of rows, below 2**62.
         more: Further rows, at most `_MOST_ROWS`, in rising order.
     """
     if node.parts is None:
@@ -124,10 +149,17 @@ def _divide(
         yield node.choice, count, more
         return
     left, right = node.parts
-    # floor(n * share + 1/2), in integers: only the first product can exceed 64 bits.
+    # floor((n - owed) * share + owed to the left + 1/2), in integers. Only the first
+    # product can exceed 64 bits.
     divisor = 2 * node.weight
     factor = 2 * left.weight
-    whole, rest = divmod(count * factor + node.weight, divisor)
-    own = (rest + more * factor) // divisor
+    extra = (left.owed * divisor - node.owed * factor) >> _BITS
+    whole, rest = divmod(count * factor + extra + node.weight, divisor)
+    own = whole + (rest + more * factor) // divisor
+    if extra:
+        # In the first rows, more may be owed than there are rows.
+        whole = min(max(whole, 0), count)
+        own = np.clip(own, 0, count + more)
+    own -= whole
     yield from _divide(left, whole, own)
     yield from _divide(right, count - whole, more - own)

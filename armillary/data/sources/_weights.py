@@ -47,8 +47,13 @@ class Schedule:
         self._starts: list[int] = []
         for step, values in weights.items():
             start = step * batch_size
-            used = self.count(start) if self._phases else [0] * len(values)
-            phase = _Phase(start, values, used, Proportions(values))
+            used = [0] * len(values)
+            owed: list[int] | None = None
+            if self._phases:
+                last = self._phases[-1]
+                used = self.count(start)
+                owed = last.proportions.find_owed(start - last.start)
+            phase = _Phase(start, values, used, Proportions(values, owed))
             self._phases.append(phase)
             self._starts.append(start)
 
