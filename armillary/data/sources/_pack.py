@@ -108,7 +108,7 @@ class PackedExamples(Examples):
                 "more tokens, so there is nothing to pack. Pass at least one document."
             )
         self._plan = make_plan(used, self.row_length, window)
-        self._types = self._read_types(int(np.flatnonzero(used)[0]))
+        self._types = self._read_types(int(np.argmax(used > 0)))
 
     def __len__(self) -> int:
         return self._plan.num_rows
