@@ -20,8 +20,9 @@ _FIXES = (
 def select(source: Any, keep: Any, *, metadata: Any = None) -> "SelectedExamples":
     """Returns the examples of `source` that a filter keeps.
 
-    The filter runs once. The result has new numbers from 0, so every position counts
-    kept examples only, and a run resumes exactly::
+    The filter runs once, in each process. The result has new numbers from 0, so every
+    position counts kept examples only, and a run resumes exactly. The filter must keep
+    the same examples in each process and in a resumed run, or there is an error::
 
         english = armillary.data.select(
             documents, lambda row: row["language"] == "en", metadata=table
