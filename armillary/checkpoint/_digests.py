@@ -55,9 +55,14 @@ class Digests:
 
 def compute_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Returns the digest of each array, by path."""
+    sums: dict[str, jax.Array] = {}
     with without_program_mesh():
-        # All programs are started before the first result is awaited.
-        sums = {path: _start(leaf) for path, leaf in leaves.items()}
+        # All programs are started before the first result is awaited, except that only
+        # one array of the host at a time has a copy on the devices.
+        for path, leaf in leaves.items():
+            sums[path] = _start(leaf)
+            if is_on_host(leaf):
+                jax.block_until_ready(sums[path])
     digests: dict[str, str] = {}
     for path, pair in sums.items():
         first, second = np.asarray(pair).tolist()

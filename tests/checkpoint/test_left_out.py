@@ -91,6 +91,23 @@ def test_a_digest_does_not_depend_on_the_devices():
     assert digest_of(jax.device_put(values, host)) == expected
 
 
+def test_arrays_in_host_memory_are_copied_to_the_devices_one_at_a_time(monkeypatch):
+    events = []
+    start = _digests._start
+    wait = jax.block_until_ready
+    monkeypatch.setattr(
+        _digests, "_start", lambda leaf: [events.append("start"), start(leaf)][1]
+    )
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda sums: [events.append("wait"), wait(sums)][1]
+    )
+    values = jnp.arange(12.0).reshape(3, 4)
+    host = jax.device_put(values, values.sharding.with_memory_kind("pinned_host"))
+    digests = compute_digests({"a": host, "b": host, "c": values, "d": values})
+    assert set(digests.values()) == {digest_of(values)}
+    assert events[:6] == ["start", "wait", "start", "wait", "start", "start"]
+
+
 def test_a_digest_copies_and_gathers_no_array():
     mesh = Mesh(np.array(jax.devices()[:4]), "x")
     for spec in (PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec("x")):
