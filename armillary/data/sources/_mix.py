@@ -230,16 +230,16 @@ def _check_types(by_name: Mapping[str, PyTree]) -> None:
     Raises:
         TypeError: If structure, shapes or dtypes are different.
     """
-    described = {
-        name: (
-            jax.tree.structure(types),
-            ", ".join(f"{path}: {leaf.dtype} {leaf.shape}" for path, leaf in leaves),
-        )
-        for name, types in by_name.items()
-        for leaves in [named_leaves(types)]
-    }
-    if len(set(described.values())) > 1:
-        lines = [f"{name}: {text}" for name, (_, text) in described.items()]
+    described: dict[str, str] = {}
+    structures: set[Any] = set()
+    for name, types in by_name.items():
+        leaves = [
+            f"{path}: {leaf.dtype} {leaf.shape}" for path, leaf in named_leaves(types)
+        ]
+        described[name] = ", ".join(leaves)
+        structures.add(jax.tree.structure(types))
+    if len(structures) > 1 or len(set(described.values())) > 1:
+        lines = [f"{name}: {text}" for name, text in described.items()]
         raise TypeError(
             "`sources` have examples of different types, but all examples must have "
             f"the same structure, shapes and dtypes:\n{list_lines(lines)}\n"
