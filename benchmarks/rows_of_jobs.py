@@ -19,7 +19,8 @@ They take turns, and the ratio compares them with `grain` in the same round. No 
 gets worker processes, because the work for a row is compared. Armillary and `grain`
 read two batches ahead in one thread. With the default of Grain, 16 threads would read
 500 batches during the turns of the others. After each turn, the contestant gets the
-time to fill its two batches, which the next turn would otherwise pay for.
+time to fill its two batches, which the next turn would otherwise pay for. Armillary and
+PyTorch ask for several packed rows at once (`__getitems__`), and Grain for one.
 """
 
 import argparse
