@@ -3,10 +3,11 @@
 import argparse
 import ast
 import re
+import tomllib
 
 import pytest
 
-from armillary import _cli
+from armillary import _cli, actions, metrics
 from armillary.launch._command import add_launch
 from tests.meta.test_docs import REPOSITORY, find_blocks
 
@@ -120,6 +121,33 @@ def test_the_pages_of_environment_variables_have_each_variable_of_the_code():
     assert found >= NOT_VARIABLES
     assert found - NOT_VARIABLES - listed == set()
     assert [name for name in listed if not re.search(rf"\b{name}\b", text)] == []
+
+
+def list_first_names(page, heading):
+    """Returns the names in the first column of the tables under a heading."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    columns = re.findall(r"^\| (.*?) \|", section, re.M)
+    return {name for column in columns for name in re.findall(r"`(\w+)`", column)}
+
+
+def test_the_page_of_installing_has_each_extra():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys()
+    assert list_first_names("start/install.md", "Extras") == extras
+
+
+def test_the_page_of_actions_has_each_action():
+    # `ExportFileManager` is an argument of the exports.
+    expected = {*actions.__all__} - {"ExportFileManager"}
+    listed = list_first_names("train/actions.md", "Available actions and conditions")
+    assert listed == expected
+
+
+def test_the_page_of_metrics_has_each_metric():
+    assert list_first_names("train/metrics.md", "Available metrics") == {
+        *metrics.__all__
+    }
 
 
 def read_examples():
