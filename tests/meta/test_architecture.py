@@ -1,6 +1,7 @@
 """ARCHITECTURE.md names the layers and the files that there are."""
 
 import re
+import subprocess
 import sys
 import threading
 import tomllib
@@ -18,6 +19,23 @@ import armillary
 from tests.meta.test_docs import REPOSITORY
 
 TEXT = (REPOSITORY / "ARCHITECTURE.md").read_text()
+
+
+def test_the_three_commands_find_what_the_page_says():
+    section = TEXT.partition("\n## Find a place in three commands\n")[2]
+    commands = section.partition("```sh\n")[2].partition("```")[0].splitlines()
+    message, subjects, definition = (
+        subprocess.run(
+            ["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout.splitlines()
+        for command in commands
+    )
+    assert "armillary/checkpoint/" in message[0]
+    assert any(line.startswith("tests/") for line in message)
+    assert all(re.match(r'armillary/checkpoint/\w+\.py:"""[A-Z`]', s) for s in subjects)
+    assert len(subjects) > 10
+    (line,) = definition
+    assert line.startswith("armillary/checkpoint/_manager.py:")
 
 
 def read_layers() -> list[set[str]]:
