@@ -7,7 +7,7 @@ from typing import Any
 from armillary._checks import check_instance
 from armillary._copy_refusal import OfOneProcess, refuse_copy
 from armillary.data._dataset import DistributedDataset
-from armillary.data.sources._source import Source
+from armillary.data.sources._source import Source, gives_single_examples
 from armillary.distribute._strategy import Strategy
 from armillary.trainer._datasets import (
     check_is_no_iterator,
@@ -90,6 +90,13 @@ def make_setup(
             )
         gives_batches = isinstance(leaf, Iterable | Callable | Source)
         if not gives_batches or isinstance(leaf, str | bytes | bytearray | dict):
+            kind_of_leaf = type(leaf).__name__
+            if gives_single_examples(leaf):
+                raise TypeError(
+                    f"`{argument}` has {leaf!r:.80} of type {kind_of_leaf}, which has "
+                    "one example for each number, but it must hold datasets. Use "
+                    "`armillary.data.from_random_access(dataset, batch_size=...)`."
+                )
             fix = "Use"
             if isinstance(datasets, list) and isinstance(datasets[0], dict):
                 fix = (
@@ -98,7 +105,7 @@ def make_setup(
                     "Then use"
                 )
             raise TypeError(
-                f"`{argument}` has {leaf!r:.80} of type {type(leaf).__name__}, but it "
+                f"`{argument}` has {leaf!r:.80} of type {kind_of_leaf}, but it "
                 f"must hold datasets. {fix} `armillary.data.from_arrays(arrays, "
                 "batch_size=...)`, or an iterable of batches."
             )

@@ -181,6 +181,30 @@ def test_unbatched_arrays_point_to_from_arrays(make_layout):
         as_source(dataset)
 
 
+class Numbered:
+    """Examples by number, such as a map-style dataset of PyTorch."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return {"x": np.float32(number)}
+
+
+def test_examples_by_number_point_to_from_random_access():
+    rows = [np.arange(size) for size in (2, 3)]
+    packed = armillary.data.pack(rows, row_length=4)
+    for examples in (Numbered(), packed):
+        match = r"one example for each number.*from_random_access\(dataset"
+        with pytest.raises(TypeError, match=match):
+            as_source(examples)
+        with pytest.raises(TypeError, match=r"each number.*from_random_access"):
+            armillary.data.from_arrays(examples, batch_size=2)
+    # A string has numbers, too, but no examples.
+    with pytest.raises(TypeError, match="of type str, but it must give batches"):
+        as_source("rows.csv")
+
+
 @pytest.mark.slow
 def test_libraries_are_not_imported_for_other_sources():
     program = (

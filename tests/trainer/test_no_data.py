@@ -40,6 +40,16 @@ def evaluate(state):
     return {"error": jnp.abs(state["w"] - WEIGHTS).max()}
 
 
+class Numbered:
+    """Examples by number, such as a map-style dataset of PyTorch."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return {"x": np.float32(number)}
+
+
 def make_state():
     w = jnp.zeros(3)
     return {"key": jax.random.key(0), "w": w, "adam": ADAM.init(w)}
@@ -300,6 +310,9 @@ def train(params, key, x, y):
             ),
             r"`train_dataset` has '1.5'.*A list of rows becomes an array for each": (
                 lambda: armillary.StepTrainer(step, make_state(), [{"x": "1.5"}])
+            ),
+            r"`train_dataset` has .* one example for each.*from_random_access\(": (
+                lambda: armillary.StepTrainer(step, make_state(), Numbered())
             ),
             r"`train_dataset` is None, so `train_step` has no batch": (
                 lambda: Counter(takes_batch=True).train(1)

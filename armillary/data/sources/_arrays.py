@@ -22,7 +22,7 @@ from armillary._checks import (
 )
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._shuffle import make_order
-from armillary.data.sources._source import Source
+from armillary.data.sources._source import Source, gives_single_examples
 from armillary.data.sources._take import empty_aligned, take_rows
 from armillary.errors import ArmillaryError, BatchSizeError, DatasetStateError
 from armillary.typing import Batch, PyTree
@@ -326,6 +326,13 @@ def from_arrays(
         ValueError: If there is no example, or another argument is wrong.
         BatchSizeError: If leading sizes differ, or `drop_remainder` leaves no batch.
     """
+    is_leaf = jax.tree_util.all_leaves([arrays])
+    if is_leaf and not hasattr(arrays, "__array__") and gives_single_examples(arrays):
+        raise TypeError(
+            f"`arrays` is of type {type(arrays).__name__}, which has one example for "
+            "each number, but it must be a pytree of arrays. Use "
+            "`armillary.data.from_random_access(arrays, batch_size=...)`."
+        )
     return ArrayDataset(arrays, batch_size, shuffle_seed, repeat, drop_remainder)
 
 

@@ -26,6 +26,7 @@ from armillary.data.sources._source import (
     LoaderIterator,
     Source,
     from_iterator,
+    gives_single_examples,
     has_methods,
     is_kind,
 )
@@ -89,6 +90,12 @@ def as_source(source: Any) -> Source:
         return IterableSource(lambda epoch: iter(source), name)
     if isinstance(source, Callable):
         return IterableSource(lambda epoch: iter(source()), "generator function")
+    if gives_single_examples(source):
+        raise TypeError(
+            f"The dataset is {source!r:.80} of type {type(source).__name__}, which has "
+            "one example for each number, but it must give batches. Use "
+            "`armillary.data.from_random_access(dataset, batch_size=...)`."
+        )
     raise TypeError(
         f"The dataset is {source!r:.80} of type {type(source).__name__}, but it must "
         "give batches. Pass the result of `armillary.data.from_arrays`, a dataset or "

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -184,6 +184,13 @@ class LoaderIterator:
 
 def has_methods(value: Any, *names: str) -> bool:
     return all(callable(getattr(value, name, None)) for name in names)
+
+
+def gives_single_examples(value: Any) -> bool:
+    """Returns whether a value has one example for each number, and no batches."""
+    has_numbers = has_methods(value, "__len__", "__getitem__")
+    is_text = isinstance(value, str | bytes | bytearray)
+    return has_numbers and not is_text and not isinstance(value, Iterable | type)
 
 
 def is_kind(value: Any, library: str, path: str) -> bool:
