@@ -36,6 +36,8 @@ WITH_KERAS = (
 NEEDED = {"docs/recipes/quantization.md": "qwix"}
 # A line of a log whose numbers are the same on each machine, except the speed.
 OF_A_LOOP = re.compile(r"\s?(?:train|eval) \| step:.*")
+OF_A_RUN = re.compile(rf"{OF_A_LOOP.pattern}|each device: .*")
+FIRST_LINE = re.compile(r"^train \| step: +\d+ \| training until", re.M)
 SPEED = re.compile(r"\b(?:steps/sec|eval time): +\d")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -81,6 +83,15 @@ def find_stale(shown: str, logged: str) -> list[str]:
     ]
 
 
+def find_unshown(shown: str, logged: str) -> list[str]:
+    """Returns logged lines of a run that a page leaves out without `...`."""
+    if not FIRST_LINE.search(shown) or "..." in shown.splitlines():
+        return []
+    lines = [line.rstrip() for line in logged.splitlines()]
+    of_a_run = [line for line in lines if OF_A_RUN.fullmatch(line)]
+    return find_missing("\n".join(of_a_run), shown)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_python_blocks_run_and_print_what_the_page_shows(
@@ -100,6 +111,7 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             if has_run:
                 logged = "\n".join(caplog.messages)
                 assert find_stale(body, logged) == [], f"{path.name}:{line}"
+                assert find_unshown(body, logged) == [], f"{path.name}:{line}"
             assert find_missing(printed, body) == [], f"{path.name}:{line}"
             # Other pages show what is logged, too.
             is_whole = len(printed.splitlines()) == len(body.splitlines())
@@ -130,6 +142,14 @@ def test_a_line_that_was_not_logged_is_stale():
     )
     other = " eval | step:    100 | eval time: ... sec | output: {}"
     assert find_stale(f"devices: 1 x cpu\n{other}", logged) == [other]
+
+
+def test_a_logged_line_that_a_page_leaves_out_is_found():
+    first = "train | step:      0 | training until step 200..."
+    logged = f"{first}\neach device: state: 12 B\ndevices: 8 x cpu"
+    assert find_unshown(f"{first}\n", logged) == ["each device: state: 12 B"]
+    assert find_unshown(f"{first}\neach device: state: ...\n", logged) == []
+    assert find_unshown(f"{first}\n...\n", logged) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
