@@ -111,7 +111,9 @@ def test_python_blocks_run_and_print_what_the_page_shows(
             if has_run:
                 logged = "\n".join(caplog.messages)
                 assert find_stale(body, logged) == [], f"{path.name}:{line}"
-                assert find_unshown(body, logged) == [], f"{path.name}:{line}"
+                # `test_readme.py` runs the README on as many devices as it shows.
+                if name_of(path) != "README.md":
+                    assert find_unshown(body, logged) == [], f"{path.name}:{line}"
             assert find_missing(printed, body) == [], f"{path.name}:{line}"
             # Other pages show what is logged, too.
             is_whole = len(printed.splitlines()) == len(body.splitlines())
