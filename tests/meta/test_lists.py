@@ -2,10 +2,13 @@
 
 import argparse
 import ast
+import inspect
 import re
 import tomllib
 
+import optax
 import pytest
+from flax import nnx
 
 from armillary import _cli, actions, metrics
 from armillary.launch._command import add_launch
@@ -147,6 +150,26 @@ def test_the_page_of_actions_has_each_action():
 def test_the_page_of_metrics_has_each_metric():
     assert list_first_names("train/metrics.md", "Available metrics") == {
         *metrics.__all__
+    }
+
+
+def test_the_defaults_of_pytorch_differ_where_the_page_says():
+    page = REPOSITORY / "docs" / "migrate" / "keras_and_lightning_names.md"
+    text = (
+        page.read_text().partition("optimizers of PyTorch\n")[2].partition("\n## ")[0]
+    )
+    given = {
+        (nnx.Conv.__init__, "padding"): "VALID",
+        (nnx.BatchNorm.__init__, "momentum"): 0.9,
+        (nnx.LayerNorm.__init__, "epsilon"): 1e-5,
+        (optax.adamw, "weight_decay"): 0.01,
+    }
+    for (function, argument), value in given.items():
+        default = inspect.signature(function).parameters[argument].default
+        assert default != value, "The page need not name this argument any more."
+    named = re.findall(r"\| `(\w+)=([^`]+)`[^|]*\|$", text, re.M)
+    assert {name: ast.literal_eval(value) for name, value in named} == {
+        argument: value for (_, argument), value in given.items()
     }
 
 
