@@ -122,7 +122,7 @@ def _explain_refusal(
         return (
             f"That is `{show_path(name, positions)}`, so nothing was restored. If the "
             f"data changed on purpose, write {manager}. It restores the arrays, and "
-            "the data begins at its start."
+            "the data begins at its start. For a new run, use a new directory."
         )
     return (
         f"That is `{name}`, so nothing was restored. If it changed on purpose, it can "

@@ -184,6 +184,7 @@ def test_other_data_and_a_new_array_of_one_trainer_begin_again(tmp_path, caplog)
     assert "`trainer (the position in its data)`" in note
     assert f"`CheckpointManager(..., may_differ=['trainer', '{part}'])`" in note
     assert "It restores the arrays, and the data begins at its start" in note
+    assert note.endswith("For a new run, use a new directory.")
     trainer, manager = make(1, may_differ=["trainer", part], extra=jnp.zeros(2))
     manager.restore_or_initialize()
     text = caplog.text
