@@ -67,7 +67,8 @@ def save(
     Raises:
         ImportError: If `safetensors` is not installed.
         TypeError: If an argument is of the wrong kind, or the model holds no arrays.
-        ValueError: If an argument has a wrong value, or two rows name one array.
+        ValueError: If an argument has a wrong value, or two rows name one array or one
+            tensor.
         CheckpointMismatchError: If the table does not name all arrays of the model.
         CheckpointError: If a file cannot be written.
     """
@@ -117,7 +118,6 @@ def _make_tensors(
     names: Names, arrays: Arrays, dtype: np.dtype | None
 ) -> dict[str, View]:
     """Returns the tensors of the files, in the order of the table."""
-    check_rows(names, arrays.by_path, ())
     tensors: dict[str, View] = {}
     lines: dict[str, str] = {}
     named: set[str] = set()
@@ -128,6 +128,8 @@ def _make_tensors(
             for link in link_model(row, arrays.shapes):
                 named.update(link.paths)
                 _add_tensors(link, arrays, tensors, lines)
+    # With the names to write, because a second row would replace the first one's array.
+    check_rows(names, arrays.by_path, tensors)
 
     for path, leaf in arrays.by_path.items():
         spec = f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"

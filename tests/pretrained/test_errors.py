@@ -227,6 +227,23 @@ def test_two_rows_for_one_array_are_refused(tmp_path):
             pretrained.load(params, tmp_path, names)
 
 
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        ([("a", "w"), ("a", "v")], "a"),
+        # A row for a stack, and a row for one of its layers.
+        ([("h.{layer}.a", "stack"), ("h.1.a", "w"), ("b", "v")], "h.1.a"),
+        ([("a", "w"), ("b", "v"), ("a", "v", pretrained.tied)], "a"),
+    ],
+)
+def test_two_rows_that_write_one_tensor_are_refused(tmp_path, rows, name):
+    params = {"w": jnp.ones(2), "v": jnp.zeros(2), "stack": jnp.zeros((2, 2))}
+    message = f"two rows for '{name}': .*Remove one of them"
+    with pytest.raises(ValueError, match=message):
+        pretrained.save(params, tmp_path / "new", pretrained.Names(rows))
+    assert not (tmp_path / "new").exists()
+
+
 def test_wrong_arguments_are_refused(tmp_path):
     model = {"w": jnp.zeros(2)}
     names = pretrained.Names([("w", "w")])
