@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from armillary._checks import check_instance, check_one_of
@@ -169,18 +170,33 @@ def _check_ties(match: Match, arrays: Arrays) -> None:
         other = match.views.get(path)
         leaf = arrays.by_path.get(path)
         if other is None or leaf is None:
-            continue
-        indices = leaf.sharding.addressable_devices_indices_map(tuple(leaf.shape))
-        parts = {str(index): index for index in indices.values()}
-        same = view.shape == other.shape
-        for index in parts.values():
-            same = same and np.array_equal(view[index], other[index])
-        if not same:
+            continue  # The array differs, and `may_differ` leaves it as it is.
+        if not _are_equal(view, other, leaf):
             raise CheckpointMismatchError(
                 f"`names` marks {name!r} as tied to `{path}`, but their values differ "
                 "in the file. Build the model with an array of its own for it, and "
                 f"name that array in the row. {_NOTHING}"
             )
+
+
+def _are_equal(first: View, second: View, leaf: Any) -> bool:
+    """Returns whether two views are equal in the parts of an array on our devices."""
+    if first.shape != second.shape:
+        return False
+    for index in _own_indices(leaf):
+        # A number that is not a number is equal to itself here.
+        if not np.array_equal(first[index], second[index], equal_nan=True):
+            return False
+    return True
+
+
+def _own_indices(leaf: Any) -> list[tuple[slice, ...]]:
+    """Returns the index of each different part on the devices of this process."""
+    shape = tuple(leaf.shape)
+    if not isinstance(leaf, jax.Array):
+        return [(slice(None),) * len(shape)]
+    indices = leaf.sharding.addressable_devices_indices_map(shape)
+    return list({str(index): index for index in indices.values()}.values())
 
 
 def _read(view: View, leaf: Any) -> Any:

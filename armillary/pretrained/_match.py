@@ -51,6 +51,7 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
                 _add_link(match, link, tensors, arrays)
     ignored -= match.used
     left -= match.views.keys()
+    _refuse_loose_ties(match)
 
     saved: dict[str, str] = {}
     for path, view in match.views.items():
@@ -119,6 +120,15 @@ def find_left(may_differ: Collection[str], differences: Mapping[str, str]) -> se
         for part in may_differ
         if any(is_inside(name, [part]) for name in differences)
     }
+
+
+def _refuse_loose_ties(match: Match) -> None:
+    """Adds a line for each tied tensor that has no other tensor to be equal to."""
+    for name, path, view in match.ties:
+        if path not in match.views and path not in match.differences:
+            match.differences[name] = (
+                f"- {name}: {view}  tied to {path}, which no other row loads"
+            )
 
 
 def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> None:

@@ -214,6 +214,35 @@ def test_a_tied_tensor_may_be_there_if_it_is_equal(tmp_path):
     assert "lm_head.weight" not in load_file(path)
 
 
+def test_a_tied_tensor_with_nothing_to_be_equal_to_is_a_difference():
+    tensors = {"wte": np.ones((2, 3), "f4"), "head": np.full((2, 3), 7, "f4")}
+    params = {"wte": jnp.zeros((2, 3))}
+    names = pretrained.Names([("wte", "wte"), ("head", "wpe", pretrained.tied)])
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.load(params, tensors, names)
+    line = "- head: float32 (2, 3)  tied to wpe, which no other row loads"
+    assert line in str(caught.value)
+    np.testing.assert_array_equal(params["wte"], 0)
+    # The file need not have the tensor.
+    del tensors["head"]
+    pretrained.load(params, tensors, names)
+    np.testing.assert_array_equal(params["wte"], 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_tied_values_are_compared_for_every_kind_of_array(dtype, has_numpy):
+    value = np.array([1, np.nan], jnp.dtype(dtype))
+    zeros = np.zeros if has_numpy else jnp.zeros
+    model = nnx.Dict(wte=nnx.Param(zeros(2, jnp.dtype(dtype))))
+    names = pretrained.Names([("wte", "wte"), ("head", "wte", pretrained.tied)])
+    pretrained.load(model, {"wte": value, "head": value.copy()}, names)
+    assert np.asarray(model.wte.get_value()).tobytes() == value.tobytes()
+    other = np.array([2, np.nan], value.dtype)
+    with pytest.raises(CheckpointMismatchError, match="'head' as tied to `wte`, but"):
+        pretrained.load(model, {"wte": value, "head": other}, names)
+
+
 def test_models_of_other_libraries(tmp_path, keras):
     equinox = pytest.importorskip("equinox")
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
