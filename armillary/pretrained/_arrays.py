@@ -1,25 +1,39 @@
 """The arrays of a model that files hold: by path, to read and to replace."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from armillary._checks import counted, list_lines
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._put import put_all
 from armillary.checkpoint._selection import is_inside
 from armillary.distribute._global_arrays import is_key, read_part
+from armillary.pretrained._names import Names
 from armillary.pretrained._views import Box, View
 from armillary.state._slots import Role
 from armillary.state._walk import Walk
 
 _ROOT = "model"
+_OTHERS = (np.ndarray, np.generic, int, float, complex, jax.ShapeDtypeStruct)
 
 
 class Arrays:
-    """The arrays of a model, without random keys, metrics and optimizers."""
+    """The arrays of a model, without random keys, metrics and optimizers.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: The model.
+        names: The table of names, for which the arrays are.
+
+    Raises:
+        TypeError: If the model holds no arrays of JAX, or the table names a place with
+            a value that is not one.
+    """
+
+    def __init__(self, model: Any, names: Names) -> None:
+        _check_kinds(model, names)
         # It also refuses a model whose arrays cannot be replaced.
         self._checkpoint = Checkpoint(**{_ROOT: model})
         others = _find_others(model)
@@ -50,6 +64,52 @@ class ArrayView(View):
 
     def read(self, box: Box) -> np.ndarray:
         return read_part(self._leaf, box)
+
+
+def _check_kinds(model: Any, names: Names) -> None:
+    """Raises if the table names values of a model that no load could replace."""
+    abstract: list[str] = []
+    other: list[str] = []
+    for path, value in _find_others_than_arrays(model):
+        if not names.has_path(path):
+            continue
+        if isinstance(value, jax.ShapeDtypeStruct):
+            abstract.append(path)
+        else:
+            other.append(f"{path}: {type(value).__name__}")
+    if abstract:
+        raise TypeError(
+            f"`model` has only shapes at {counted(len(abstract), 'path')} of `names`, "
+            f"but it must have arrays of JAX:\n{list_lines(abstract)}\n"
+            "Make the model by `strategy.make(...)`, which creates each array in the "
+            "parts of its devices, instead of `jax.eval_shape` or `nnx.eval_shape`."
+        )
+    if other:
+        raise TypeError(
+            f"`model` has other values at {counted(len(other), 'path')} of `names`, "
+            f"but it must have arrays of JAX:\n{list_lines(other)}\n"
+            "Convert them first: `params = jax.tree.map(jnp.asarray, params)`."
+        )
+
+
+def _find_others_than_arrays(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the path and value of each number, shape and array of NumPy in a model.
+
+    A variable may hold an array of NumPy, which a load replaces like any other array.
+    """
+    walk = Walk([(model, "")])
+    for node in walk.nodes.values():
+        for part in node.parts:
+            for name, value in part.pairs:
+                if isinstance(value, _OTHERS):
+                    yield part.way.join(node.path, name), value
+    for slot in walk.slots.values():
+        whole = slot.get()
+        if isinstance(whole, jax.ShapeDtypeStruct):  # in a variable of Flax NNX
+            yield slot.path, whole
+        for path, value in slot.others:
+            if isinstance(value, _OTHERS):
+                yield path, value
 
 
 def _find_others(model: Any) -> set[str]:

@@ -71,13 +71,38 @@ class TensorView(View):
 class HostView(View):
     """An array of the program, such as one that another reader has read."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = np.asarray(array)
+    def __init__(self, name: Any, array: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"`path` is a dictionary with the key {name!r}, but each key must be "
+                "the name of a tensor, a string."
+            )
+        self._array = _as_numpy(name, array)
         self.shape = self._array.shape
         self.dtype = self._array.dtype
 
     def read(self, box: Box) -> np.ndarray:
-        return self._array[box]
+        # A copy, because an array of JAX on a CPU can share the memory of an array of
+        # NumPy. The user may change or reuse that memory.
+        return np.array(self._array[box])
+
+
+def _as_numpy(name: str, array: Any) -> np.ndarray:
+    problem: Exception | None = None
+    try:
+        converted = np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Such as a tensor of PyTorch in bfloat16, which NumPy alone does not have.
+        problem = error
+    else:
+        if converted.dtype != object:
+            return converted
+    why = f": {problem}" if problem is not None else ""
+    raise TypeError(
+        f"`path` is a dictionary in which {name!r} is of type {type(array).__name__}, "
+        f"but each value must be an array that NumPy can hold{why}. Use an array of "
+        "NumPy, such as `tensor.float().numpy()` for a tensor of PyTorch."
+    ) from problem
 
 
 def read_slice(file: Any, name: str, box: Box) -> np.ndarray:
@@ -127,7 +152,7 @@ def list_tensors(path: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def open_tensors(path: Any) -> Iterator[Opened]:
     """Opens the files of a model for a while, or looks at a dictionary of arrays."""
     if isinstance(path, Mapping):
-        views = {name: HostView(array) for name, array in path.items()}
+        views = {name: HostView(name, array) for name, array in path.items()}
         yield Opened("a dictionary of arrays", views)
         return
     safetensors = import_safetensors()

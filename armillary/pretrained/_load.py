@@ -62,7 +62,8 @@ def load(
             exist next to the old ones for a moment.
         path: The folder of a model, the index of several files
             (`model.safetensors.index.json`), or one file. Every process must see it. A
-            dictionary of NumPy arrays by name is possible, too, for other formats.
+            dictionary of NumPy arrays by name is possible, too, for other formats. The
+            model does not share memory with them.
         names: The table of names.
         cast: Whether a float of another dtype is cast to the model's dtype. By default,
             it is a difference.
@@ -75,7 +76,8 @@ def load(
 
     Raises:
         ImportError: If `safetensors` is not installed.
-        TypeError: If `names` is not a `Names`, or the model holds no arrays.
+        TypeError: If `names` is not a `Names`, the model holds no arrays of JAX where
+            the table names one, or a dictionary of tensors holds something else.
         ValueError: If an argument has a wrong value, or two rows name one tensor.
         FileNotFoundError: If there is no such file.
         CheckpointDamageError: If a file is damaged, or one of several is missing.
@@ -86,7 +88,7 @@ def load(
     check_one_of("cast", cast, (True, False))
     parts = as_paths("may_differ", may_differ)
     peers = get_peers()
-    arrays = Arrays(model)
+    arrays = Arrays(model, names)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_program_mesh())
         with announcing_errors():

@@ -102,6 +102,14 @@ class Names:
         check_instance("rows", rows, list | tuple, f"Use `Names([{_EXAMPLE}])`.")
         self.rows = tuple(map(_make_row, rows))
 
+    def has_path(self, path: str) -> bool:
+        """Returns whether a row has a name in the file for a path in the model."""
+        for row in self.rows:
+            is_named = any(pattern.match(path) is not None for pattern in row.models)
+            if row.files and is_named:
+                return True
+        return False
+
 
 def _make_row(row: Any) -> Row:
     """Returns a row; raises if it makes no sense."""

@@ -66,7 +66,8 @@ def save(
 
     Raises:
         ImportError: If `safetensors` is not installed.
-        TypeError: If an argument is of the wrong kind, or the model holds no arrays.
+        TypeError: If an argument is of the wrong kind, or the model holds no arrays of
+            JAX where the table names one.
         ValueError: If an argument has a wrong value, or two rows name one array or one
             tensor.
         CheckpointMismatchError: If the table does not name all arrays of the model.
@@ -80,7 +81,7 @@ def save(
     floats = as_float_dtype("dtype", dtype)
     folder = place.parent if place.suffix == ".safetensors" else place
     with without_program_mesh():
-        tensors = _make_tensors(names, Arrays(model), floats)
+        tensors = _make_tensors(names, Arrays(model, names), floats)
         files = divide(place, tensors, max_file_bytes)
         agree_on("a save of safetensors", lambda: prepare(folder, files), peers)
         problem = ""

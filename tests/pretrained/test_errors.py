@@ -4,9 +4,11 @@ import json
 import re
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from armillary import pretrained
@@ -242,6 +244,55 @@ def test_two_rows_that_write_one_tensor_are_refused(tmp_path, rows, name):
     with pytest.raises(ValueError, match=message):
         pretrained.save(params, tmp_path / "new", pretrained.Names(rows))
     assert not (tmp_path / "new").exists()
+
+
+MIXED = {
+    "beside an array": {"w": jnp.zeros(2), "v": np.ones(2)},
+    "alone": {"v": np.ones(2)},
+    # As `flax.serialization` restores parameters.
+    "read only": {"w": jnp.zeros(2), "v": np.frombuffer(bytes(16))},
+    "in a list": {"all": [jnp.zeros(2), np.ones(2)]},
+    "in a tuple": {"all": (jnp.zeros(2), np.ones(2))},
+    "number": {"w": jnp.zeros(2), "v": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_value_that_is_not_an_array_of_jax_is_not_lost(tmp_path, name):
+    model = MIXED[name]
+    rows = [("w", "w"), ("v", "v"), ("w", "all/0"), ("v", "all/1")]
+    names = pretrained.Names(rows[2:] if "all" in model else rows[:2])
+    path = tmp_path / "x.safetensors"
+    kind = "float" if name == "number" else "ndarray"
+    message = rf"other values at 1 path of `names`.*\n  (v|all/1): {kind}\nConvert"
+    with pytest.raises(TypeError, match=message):
+        pretrained.save(model, path, names)
+    with pytest.raises(TypeError, match=message):
+        pretrained.load(model, {"w": np.zeros(2), "v": np.zeros(2)}, names)
+    assert not path.exists()
+
+
+def test_a_model_of_shapes_names_the_call_that_makes_arrays():
+    names = pretrained.Names([("w", "kernel"), ("b", "bias")])
+    module = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    shapes = jax.eval_shape(lambda: {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)})
+    for model in (module, shapes):
+        with pytest.raises(TypeError, match=r"(?s)2 paths.*kernel.*strategy\.make"):
+            pretrained.load(model, {}, names)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "parts"),
+    [
+        ({3: np.zeros(2)}, ["the key 3", "a string"]),
+        ({"w": object()}, ["'w' is of type object", "tensor.float().numpy()"]),
+        ({"w": [[1], [2, 3]]}, ["'w' is of type list", "inhomogeneous"]),
+    ],
+)
+def test_a_dictionary_of_something_else_is_refused(tensors, parts):
+    names = pretrained.Names([("w", "w")])
+    with pytest.raises(TypeError, match="(?s)" + ".*".join(map(re.escape, parts))):
+        pretrained.load({"w": jnp.zeros(2)}, tensors, names)
 
 
 def test_wrong_arguments_are_refused(tmp_path):

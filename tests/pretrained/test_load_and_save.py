@@ -126,6 +126,27 @@ def test_arrays_in_host_memory_stay_there(tmp_path):
         np.testing.assert_array_equal(value, tensors[name])
 
 
+@pytest.mark.parametrize("kind", ["uncommitted", "committed", "divided", "numpy"])
+def test_loaded_arrays_do_not_share_the_memory_of_a_dictionary(kind):
+    # JAX on a CPU uses memory of NumPy without a copy if it begins at such an address.
+    memory = np.zeros(64 * 64 * 4 + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    tensor = memory[first:][: 64 * 64 * 4].view(np.float32).reshape(64, 64)
+    tensor[...] = 1
+    value = jnp.zeros((64, 64))
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    if kind == "divided":
+        value = jax.device_put(value, NamedSharding(mesh, PartitionSpec("x")))
+    elif kind == "committed":
+        value = jax.device_put(value, jax.devices()[0])
+    elif kind == "numpy":
+        value = np.zeros((64, 64), np.float32)
+    model = nnx.Dict(w=nnx.Param(value))
+    pretrained.load(model, {"w": tensor}, pretrained.Names([("w", "w")]))
+    tensor[...] = 5
+    np.testing.assert_array_equal(model.w.get_value(), 1)
+
+
 def test_dtypes_are_cast_on_request_alone(tmp_path):
     value = np.arange(6).reshape(2, 3).astype(jnp.bfloat16)
     path = tmp_path / "x.safetensors"
