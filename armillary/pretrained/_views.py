@@ -135,6 +135,8 @@ def _with_axis(box: Box, axis: int, start: int, stop: int) -> Box:
 def _check_alike(views: Sequence[View], axis: int | None = None) -> View:
     """Returns the first view; raises if the others differ, except along an axis."""
     first = views[0]
+    if axis is not None and axis >= len(first.shape):
+        raise ValueError(f"{first} has no axis {axis}")
     expected = _without_axis(first.shape, axis)
     for view in views:
         is_same = _without_axis(view.shape, axis) == expected

@@ -210,6 +210,19 @@ def test_a_wrong_row_is_refused(rows, error, parts):
         pretrained.Names(rows)
 
 
+def test_an_axis_that_no_tensor_has_is_a_difference(tmp_path):
+    tensors = {"u": np.zeros(2, "f4"), "v": np.zeros(2, "f4")}
+    names = pretrained.Names([(("u", "v"), "uv", pretrained.join(2, axis=1))])
+    line = r"~ uv: u does not fit: float32 \(2,\) has no axis 1"
+    with pytest.raises(CheckpointMismatchError, match=line):
+        pretrained.load({"uv": jnp.zeros((2, 2))}, tensors, names)
+
+    names = pretrained.Names([("uv", ("u", "v"), pretrained.split(2, axis=1))])
+    line = r"~ u: it does not fit its row: float32 \(2,\) has no axis 1"
+    with pytest.raises(CheckpointMismatchError, match=line):
+        pretrained.save({"u": jnp.zeros(2), "v": jnp.zeros(2)}, tmp_path, names)
+
+
 @pytest.mark.parametrize("function", [pretrained.split, pretrained.join])
 def test_wrong_sizes_and_axes_are_refused(function):
     with pytest.raises(ValueError, match="`axis` is -1, but"):
