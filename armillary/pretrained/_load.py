@@ -35,7 +35,7 @@ from armillary.pretrained._match import (
     match_files,
 )
 from armillary.pretrained._names import Names
-from armillary.pretrained._views import View
+from armillary.pretrained._views import View, naming_casts
 
 _NOTHING = "Nothing was loaded."
 _USE_NAMES = 'Use `names=pretrained.Names([("wte.weight", "embed/embedding"), ...])`.'
@@ -66,7 +66,7 @@ def load(
             model does not share memory with them.
         names: The table of names.
         cast: Whether a float of another dtype is cast to the model's dtype. By default,
-            it is a difference.
+            it is a difference. A value that does not fit is an error.
         may_differ: Paths in the model, such as `"classifier"`. Each of these parts is
             loaded completely, or is left as it is.
 
@@ -105,10 +105,11 @@ def load(
 
         with announcing_errors():
             _check_ties(match, arrays)
-            new = {
-                name: _read(cast_to(view, arrays.by_path[name]), arrays.by_path[name])
-                for name, view in taken.items()
-            }
+            new: dict[str, Any] = {}
+            for name, view in taken.items():
+                leaf = arrays.by_path[name]
+                with naming_casts(name, _NOTHING):
+                    new[name] = _read(cast_to(view, leaf), leaf)
         # No process may keep its old values if the others have the new ones.
         peers.gather("the values of safetensors", json.dumps(len(new)))
         arrays.replace(new)

@@ -29,6 +29,7 @@ from armillary.pretrained._writer import (
     divide,
     finish,
     prepare,
+    remove_unfinished,
     write_file,
 )
 
@@ -70,7 +71,8 @@ def save(
             JAX where the table names one.
         ValueError: If an argument has a wrong value, or two rows name one array or one
             tensor.
-        CheckpointMismatchError: If the table does not name all arrays of the model.
+        CheckpointMismatchError: If the table does not name all arrays of the model, or
+            a value does not fit into `dtype`.
         CheckpointError: If a file cannot be written.
     """
     check_instance("names", names, Names, "Use the table of `pretrained.load`.")
@@ -85,11 +87,15 @@ def save(
         files = divide(place, tensors, max_file_bytes)
         agree_on("a save of safetensors", lambda: prepare(folder, files), peers)
         problem = ""
-        with announcing_errors():
-            for number, file in enumerate(files):
-                is_own = number % peers.count == peers.index
-                found = write_file(folder, file, is_own)
-                problem = problem or found
+        try:
+            with announcing_errors():
+                for number, file in enumerate(files):
+                    is_own = number % peers.count == peers.index
+                    found = write_file(folder, file, is_own)
+                    problem = problem or found
+        except BaseException:
+            remove_unfinished(folder, files)
+            raise
         check_written(folder, files, problem, peers)
         agree_on(
             "the names of safetensors",

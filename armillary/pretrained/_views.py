@@ -6,10 +6,14 @@ needs. So the part of a model's array on one device becomes parts of tensors in 
 """
 
 import abc
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+from armillary.errors import CheckpointMismatchError
 
 Box = tuple[slice, ...]
 """A slice without a step for each axis, whose start and stop are numbers."""
@@ -113,15 +117,44 @@ class Indexed(View):
 
 
 class Cast(View):
-    """A view with another dtype."""
+    """A view with another dtype of floats, whose values must fit into that dtype."""
 
     def __init__(self, view: View, dtype: Any) -> None:
         self._view = view
         self.shape = view.shape
         self.dtype = np.dtype(dtype)
+        self._may_overflow = _largest(view.dtype) > _largest(self.dtype)
 
     def read(self, box: Box) -> np.ndarray:
-        return self._view.read(box).astype(self.dtype)
+        values = self._view.read(box)
+        if not self._may_overflow:
+            return values.astype(self.dtype)
+
+        with np.errstate(over="ignore"):
+            result = values.astype(self.dtype)
+        # A large number becomes infinite, or NaN in a dtype without infinity.
+        is_lost = np.isfinite(values) & ~np.isfinite(result)
+        if np.any(is_lost):
+            value = float(values[is_lost].flat[0])
+            raise OverflowError(f"{value:.6g} is too large for {self.dtype}")
+        return result
+
+
+@contextlib.contextmanager
+def naming_casts(name: str, outcome: str) -> Iterator[None]:
+    """Names the array in the error about a value that does not fit its dtype."""
+    try:
+        yield
+    except OverflowError as error:
+        raise CheckpointMismatchError(
+            f"`{name}` cannot be cast: {error}. Use a dtype with the range of these "
+            f"values, such as `bfloat16` instead of `float16`. {outcome}"
+        ) from error
+
+
+def _largest(dtype: np.dtype) -> float:
+    """Returns the largest finite number of a dtype of floats."""
+    return float(ml_dtypes.finfo(dtype).max)
 
 
 def lengths_of(box: Box) -> list[int]:

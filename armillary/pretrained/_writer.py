@@ -18,7 +18,7 @@ import numpy as np
 from armillary.cluster._peers import Peers
 from armillary.errors import CheckpointError
 from armillary.pretrained._files import DTYPES, INDEX, UNFINISHED, WHOLE
-from armillary.pretrained._views import View
+from armillary.pretrained._views import View, naming_casts
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 """The names of the format, by dtype."""
@@ -113,8 +113,9 @@ def write_file(folder: Path, file: File, is_own: bool) -> str:
     output = _Output(folder / file.unfinished if is_own else None)
     with contextlib.closing(output):
         output.write(_make_header(file.tensors))
-        for view in file.tensors.values():
-            flat = np.ascontiguousarray(view.read_whole()).reshape(-1)
+        for name, view in file.tensors.items():
+            with naming_casts(name, "Nothing was saved."):
+                flat = np.ascontiguousarray(view.read_whole()).reshape(-1)
             output.write(flat.view(np.uint8).data)
     return output.problem
 
@@ -136,6 +137,13 @@ def _make_header(tensors: Mapping[str, View]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def remove_unfinished(folder: Path, files: Sequence[File]) -> None:
+    """Removes the files of a save that failed."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            (folder / file.unfinished).unlink(missing_ok=True)
+
+
 def check_written(
     folder: Path, files: Sequence[File], problem: str, peers: Peers
 ) -> None:
@@ -145,9 +153,7 @@ def check_written(
     if not failed:
         return
     if peers.index == 0:
-        for file in files:
-            with contextlib.suppress(OSError):
-                (folder / file.unfinished).unlink(missing_ok=True)
+        remove_unfinished(folder, files)
     raise CheckpointError(
         f"`path` is {str(folder)!r}, to which process {failed[0]} of {peers.count} "
         f"could not write: {problems[failed[0]]}. Make room, or use a different "

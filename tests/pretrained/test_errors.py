@@ -144,6 +144,37 @@ def test_a_dtype_that_numpy_does_not_have_is_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("float32", "float16", 1e6),
+        ("bfloat16", "float16", -1e6),
+        # Between the largest numbers of the two, which have equal exponents.
+        ("float32", "bfloat16", 3.4e38),
+    ],
+)
+def test_a_value_that_does_not_fit_its_dtype_does_not_become_infinite(
+    tmp_path, old, new, value
+):
+    names = pretrained.Names([("w", "w")])
+    # Values that are infinite already are cast.
+    tensor = np.array([1, -np.inf, value, np.nan], jnp.dtype(old))
+    model = {"w": jnp.zeros(4, new)}
+    shown = re.escape(f"{float(tensor[2]):.6g}")
+    message = f"`w` cannot be cast: {shown} is too large for {new}.*Nothing was "
+    with pytest.raises(CheckpointMismatchError, match=message):
+        pretrained.load(model, {"w": tensor}, names, cast=True)
+    np.testing.assert_array_equal(model["w"], 0)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        pretrained.save({"w": jnp.asarray(tensor)}, tmp_path, names, dtype=new)
+    assert list(tmp_path.iterdir()) == []
+
+    tensor[2] = 2
+    pretrained.load(model, {"w": tensor}, names, cast=True)
+    found = np.asarray(model["w"], np.float32)
+    np.testing.assert_array_equal(found, [1, -np.inf, 2, np.nan])
+
+
 def test_a_disk_that_is_full_changes_no_earlier_file(tmp_path, monkeypatch):
     model = Model()
     (path,) = pretrained.save(model, tmp_path / "new", NAMES)
