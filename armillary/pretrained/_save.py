@@ -81,11 +81,16 @@ def save(
     place = as_local_path("path", path)
     peers = get_peers()
     floats = as_float_dtype("dtype", dtype)
-    folder = place.parent if place.suffix == ".safetensors" else place
+    is_folder = place.suffix != ".safetensors"
+    folder = place if is_folder else place.parent
     with without_program_mesh():
         tensors = _make_tensors(names, Arrays(model, names), floats)
         files = divide(place, tensors, max_file_bytes)
-        agree_on("a save of safetensors", lambda: prepare(folder, files), peers)
+        agree_on(
+            "a save of safetensors",
+            lambda: prepare(folder, files, is_folder=is_folder),
+            peers,
+        )
         problem = ""
         try:
             with announcing_errors():
@@ -99,7 +104,7 @@ def save(
         check_written(folder, files, problem, peers)
         agree_on(
             "the names of safetensors",
-            lambda: finish(folder, files, is_folder=folder == place),
+            lambda: finish(folder, files, is_folder=is_folder),
             peers,
         )
     return [str(folder / file.name) for file in files]

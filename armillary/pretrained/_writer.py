@@ -40,7 +40,7 @@ class File(NamedTuple):
 def divide(place: Path, tensors: Mapping[str, View], most: int) -> list[File]:
     """Returns the files, each with as many tensors as fit into it."""
     if place.suffix == ".safetensors":
-        return [File(place.name, dict(tensors))]
+        return [File(place.name, _align(tensors))]
     groups: list[dict[str, View]] = [{}]
     size = 0
     for name, view in tensors.items():
@@ -51,26 +51,41 @@ def divide(place: Path, tensors: Mapping[str, View], most: int) -> list[File]:
         groups[-1][name] = view
         size += own
     if len(groups) == 1:
-        return [File(WHOLE, groups[0])]
+        return [File(WHOLE, _align(groups[0]))]
     count = len(groups)
     return [
-        File(f"model-{number:05}-of-{count:05}.safetensors", group)
+        File(f"model-{number:05}-of-{count:05}.safetensors", _align(group))
         for number, group in enumerate(groups, start=1)
     ]
+
+
+def _align(tensors: Mapping[str, View]) -> dict[str, View]:
+    """Returns the tensors in an order in which each one begins at its alignment.
+
+    PyTorch cannot read a tensor whose offset is not a multiple of its item's size. Each
+    size is a multiple of all smaller ones, so the tensors with the largest items come
+    first.
+    """
+    items = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    return dict(items)
 
 
 def _count_bytes(view: View) -> int:
     return int(np.prod(view.shape, dtype=np.int64)) * view.dtype.itemsize
 
 
-def prepare(folder: Path, files: Sequence[File]) -> None:
+def prepare(folder: Path, files: Sequence[File], *, is_folder: bool) -> None:
     """Makes the folder, and removes the files of a save that was killed."""
     with _explaining(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(UNFINISHED):
-            path.unlink(missing_ok=True)
         for file in files:
+            if (folder / file.name).is_dir():
+                raise IsADirectoryError(f"{file.name} is a folder")
             (folder / file.unfinished).unlink(missing_ok=True)
+        # Files of one program at a time. A single file in a folder with others may
+        # belong to one of several programs, which may write at this moment.
+        for path in folder.glob(UNFINISHED) if is_folder else ():
+            path.unlink(missing_ok=True)
 
 
 class _Output:
@@ -164,20 +179,28 @@ def check_written(
 def finish(folder: Path, files: Sequence[File], *, is_folder: bool) -> None:
     """Gives the files their names, and removes the files of an earlier save."""
     names = {file.name for file in files}
+    index = folder / INDEX
+    has_index = len(files) > 1
     with _explaining(folder):
-        index = folder / INDEX
-        if is_folder:
-            # ORDER: without an index, a folder with old and new files is incomplete.
+        # ORDER: the earlier save is complete until the new one is. Only if files of
+        # both have the same names, there is no index between them, and so no model.
+        if has_index and any((folder / name).exists() for name in names):
             index.unlink(missing_ok=True)
-            for path in folder.iterdir():
-                if _OWN_FILE.fullmatch(path.name) and path.name not in names:
-                    path.unlink()
         for file in files:
             (folder / file.unfinished).replace(folder / file.name)
-        if len(files) > 1:
+        if has_index:
             temporary = folder / f".{INDEX}.incomplete"
             temporary.write_text(_make_index(files))
             temporary.replace(index)
+        if not is_folder:
+            return
+
+        # Readers prefer a whole file to an index, so that index counts no more.
+        if not has_index:
+            index.unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if _OWN_FILE.fullmatch(path.name) and path.name not in names:
+                path.unlink()
 
 
 def _make_index(files: Sequence[File]) -> str:

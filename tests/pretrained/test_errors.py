@@ -1,8 +1,10 @@
 """Tests that everything that does not fit is an error, and changes nothing."""
 
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from armillary.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from armillary.pretrained import _files
+from armillary.pretrained import _arrays, _files
 from tests.pretrained.models import (
     NAMES,
     ROWS,
@@ -195,6 +197,96 @@ def test_a_disk_that_is_full_changes_no_earlier_file(tmp_path, monkeypatch):
     np.testing.assert_array_equal(load_file(path)["wte.weight"], before + 1.0)
     with pytest.raises(CheckpointError, match="cannot be written"):
         pretrained.save(model, f"{path}/inside", NAMES)
+
+
+SAVES = {
+    "whole": {},
+    "two": {"max_file_bytes": 12},
+    "three": {"max_file_bytes": 8},
+}
+
+
+@pytest.mark.parametrize("new", SAVES)
+@pytest.mark.parametrize("old", SAVES)
+def test_a_save_that_is_killed_at_any_moment_leaves_no_mixture(
+    tmp_path, monkeypatch, old, new
+):
+    names = pretrained.Names([("u", "u"), ("v", "v"), ("w", "w")])
+    first = {"u": jnp.zeros(2), "v": jnp.zeros(1), "w": jnp.zeros(2)}
+    second = {name: value + 1 for name, value in first.items()}
+
+    def save_until(number):
+        """Returns whether a save ends before its change of the folder of a number."""
+        left = iter(range(number))
+
+        def stop_at_the_end(function):
+            def change(*arguments, **options):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return function(*arguments, **options)
+
+            return change
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink"):
+                patch.setattr(Path, name, stop_at_the_end(getattr(Path, name)))
+            try:
+                pretrained.save(second, folder, names, **SAVES[new])
+            except KeyboardInterrupt:
+                return False
+        return True
+
+    outcomes = []
+    for number in range(30):
+        folder = tmp_path / str(number)
+        pretrained.save(first, folder, names, **SAVES[old])
+        is_done = save_until(number)
+        model = {name: value - 1 for name, value in first.items()}
+        try:
+            pretrained.load(model, folder, names)
+        except (FileNotFoundError, CheckpointDamageError):
+            outcomes.append(None)
+        else:
+            (value,) = {float(x) for array in model.values() for x in array}
+            outcomes.append(value)
+        if is_done:
+            break
+
+    assert is_done
+    assert outcomes[0] == 0
+    assert outcomes[-1] == 1
+    # Only files with the names of the earlier ones need a moment without a model.
+    has_gap = old == new != "whole"
+    assert (None in outcomes) == has_gap
+    left = {path.name for path in folder.iterdir()}
+    count = {"whole": 1, "two": 3, "three": 4}[new]
+    assert len(left) == count
+
+
+def test_two_programs_may_save_files_in_one_folder(tmp_path, monkeypatch):
+    names = pretrained.Names([("w", "w")])
+    sync = os.fsync
+
+    def save_another(descriptor):
+        monkeypatch.setattr("os.fsync", sync)
+        pretrained.save({"w": jnp.zeros(2)}, tmp_path / "model_b.safetensors", names)
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", save_another)
+    pretrained.save({"w": jnp.ones(2)}, tmp_path / "model_a.safetensors", names)
+    for name, value in (("a", 1), ("b", 0)):
+        saved = load_file(tmp_path / f"model_{name}.safetensors")
+        np.testing.assert_array_equal(saved["w"], value)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_read(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "x.safetensors").mkdir()
+    monkeypatch.setattr(_arrays, "read_part", None)
+    names = pretrained.Names([("w", "w")])
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is a folder"):
+        pretrained.save({"w": jnp.zeros(2)}, tmp_path / "x.safetensors", names)
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Tests that files of safetensors become the arrays of a model, and the same files."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,27 @@ def test_a_large_model_becomes_several_files_with_an_index(tmp_path):
     pretrained.save(model, folder, NAMES)
     left = {path.name for path in folder.iterdir()}
     assert left == {"model.safetensors", "config.json"}
+
+
+@pytest.mark.parametrize("most", [1, 10**6])
+def test_each_tensor_begins_at_a_multiple_of_its_item_size(tmp_path, most):
+    # PyTorch cannot read a float32 tensor after a single byte.
+    dtypes = ["bool", "float32", "int8", "bfloat16", "uint16", "int32"]
+    params = {f"{i}": jnp.ones(3, dtype) for i, dtype in enumerate(dtypes)}
+    names = pretrained.Names([(name, name) for name in params])
+    for path in pretrained.save(params, tmp_path, names, max_file_bytes=most):
+        data = Path(path).read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        assert start % 8 == 0
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, _ = entry["data_offsets"]
+                assert begin % params[name].dtype.itemsize == 0
+    again = {name: jnp.zeros_like(value) for name, value in params.items()}
+    pretrained.load(again, tmp_path, names)
+    for name, value in params.items():
+        assert again[name].dtype == value.dtype
+        np.testing.assert_array_equal(again[name], value)
 
 
 def test_arrays_keep_their_shardings_and_read_only_their_parts(tmp_path, read_bytes):
