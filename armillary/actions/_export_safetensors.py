@@ -37,8 +37,8 @@ class ExportSafetensors:
         file_manager: Names the folders and removes old ones, such as an
             `ExportFileManager`.
         max_file_bytes: The most bytes of tensors in one file.
-        dtype: The dtype for all floats in the files, such as `"bfloat16"`. By default,
-            their own.
+        dtype: The dtype for all floats of at least 16 bits in the files, such as
+            `"bfloat16"`. By default, their own.
         copy: Files to copy into each folder, such as the `config.json` of the
             pretrained model.
 

@@ -1,13 +1,14 @@
 """Finds and reads files of safetensors: one file, or several with an index.
 
-The library `safetensors` checks a file when it is opened, and maps it into memory. So a
-part of a tensor is read without the rest of it.
+The library `safetensors` checks a file when it is opened. Then the file is mapped into
+memory, so a part of a tensor is read without the rest of it. The library can do that,
+too, but not for the dtypes that only `ml_dtypes` has, such as `float8_e4m3fn`.
 """
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,29 +40,37 @@ DTYPES: Mapping[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
     "I64": np.dtype(np.int64),
     "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 """The names of the format for dtypes that NumPy has, with `ml_dtypes`."""
 
 
 class TensorView(View):
-    """A tensor in an open file."""
+    """A tensor in an open file.
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._file = file
-        self._name = name
-        part = file.get_slice(name)
-        self.kind: str = part.get_dtype()
-        self.shape = tuple(part.get_shape())
+    Args:
+        data: The bytes of the tensor.
+        kind: The name of its dtype in the format.
+        shape: Its shape.
+    """
+
+    def __init__(self, data: np.ndarray, kind: str, shape: Sequence[int]) -> None:
+        self._data = data
+        self.kind = kind
+        self.shape = tuple(shape)
         # A tensor of another dtype can be in the file, if nothing uses it.
-        self.dtype = DTYPES.get(self.kind, np.dtype(np.void))
+        self.dtype = DTYPES.get(kind, np.dtype(np.void))
 
     def read(self, box: Box) -> np.ndarray:
         lengths = lengths_of(box)
         if 0 in lengths:
             return np.empty(lengths, self.dtype)
-        if not box:
-            return self._file.get_tensor(self._name)
-        return read_slice(self._file, self._name, box)
+        return read_slice(self._data.view(self.dtype).reshape(self.shape), box)
 
     def __str__(self) -> str:
         dtype = self.dtype if self.kind in DTYPES else self.kind
@@ -105,9 +114,9 @@ def _as_numpy(name: str, array: Any) -> np.ndarray:
     ) from problem
 
 
-def read_slice(file: Any, name: str, box: Box) -> np.ndarray:
-    """Returns a part of a tensor. Every byte of a tensor with axes comes from here."""
-    return file.get_slice(name)[box]
+def read_slice(mapped: np.ndarray, box: Box) -> np.ndarray:
+    """Returns a part of a tensor in memory. Every byte of a tensor comes from here."""
+    return np.array(mapped[box])
 
 
 class Opened(NamedTuple):
@@ -159,18 +168,31 @@ def open_tensors(path: Any) -> Iterator[Opened]:
     place = as_local_path("path", path)
     files = _find_files(place)
     tensors: dict[str, TensorView] = {}
-    with contextlib.ExitStack() as stack:
-        for file, names in files.items():
-            try:
-                reader = stack.enter_context(safetensors.safe_open(file, "np"))
-            except (safetensors.SafetensorError, OSError) as error:
-                raise _damaged(file, str(error)) from error
-            found = reader.keys()
-            missing = sorted(set(names) - set(found))
-            if missing:
-                raise _damaged(file, f"it lacks {missing[0]}, which the index lists")
-            tensors |= {name: TensorView(reader, name) for name in names or found}
-        yield Opened(str(place), tensors)
+    for file, names in files.items():
+        try:
+            with safetensors.safe_open(file, "np"):
+                found = _map_tensors(file)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise _damaged(file, str(error)) from error
+        missing = sorted(set(names) - found.keys())
+        if missing:
+            raise _damaged(file, f"it lacks {missing[0]}, which the index lists")
+        tensors |= {name: found[name] for name in names or found}
+    yield Opened(str(place), tensors)
+
+
+def _map_tensors(file: Path) -> dict[str, TensorView]:
+    """Returns the tensors of a file that `safetensors` has checked."""
+    data = np.memmap(file, np.uint8, "r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    tensors: dict[str, TensorView] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            own = data[start + begin : start + end]
+            tensors[name] = TensorView(own, entry["dtype"], entry["shape"])
+    return tensors
 
 
 def as_local_path(name: str, value: Any) -> Path:
@@ -200,7 +222,7 @@ def check_dtypes(opened: Opened, names: Any) -> None:
     if lines:
         raise CheckpointError(
             f"`path` is {opened.path!r}, in which {len(lines)} tensors have a dtype "
-            f"that NumPy does not have:\n{list_lines(lines)}\n"
+            f"that NumPy and `ml_dtypes` do not have:\n{list_lines(lines)}\n"
             "Convert them to `bfloat16` first, with the library that wrote them. "
             "Nothing was read."
         )
@@ -215,6 +237,8 @@ def _find_files(place: Path) -> dict[Path, list[str]]:
         # In this order, as `transformers` reads a folder with both.
         if whole in files:
             return {whole: []}
+        if place / INDEX in indices:
+            return _read_index(place / INDEX)
         if len(indices) == 1:
             return _read_index(indices[0])
         if not indices and len(files) == 1:

@@ -66,7 +66,8 @@ def load(
             model does not share memory with them.
         names: The table of names.
         cast: Whether a float of another dtype is cast to the model's dtype. By default,
-            it is a difference. A value that does not fit is an error.
+            it is a difference. A value that does not fit is an error. Floats in 8 bits
+            are never cast, because they have a scale in another tensor.
         may_differ: Paths in the model, such as `"classifier"`. Each of these parts is
             loaded completely, or is left as it is.
 
@@ -156,15 +157,19 @@ def _compare(
 
 
 def _advise(match: Match, arrays: Arrays, cast: bool) -> str:
-    """Returns a hint if only dtypes differ."""
-    if cast:
-        return ""
-    for name, view in match.views.items():
-        leaf = arrays.by_path.get(name)
-        is_float = leaf is not None and cast_to(view, leaf) is not view
-        if is_float and name in match.differences:
-            return "`cast=True` casts floats to the model's dtypes. "
-    return ""
+    """Returns a hint if dtypes differ."""
+    advice: set[str] = set()
+    for name in match.views.keys() & match.differences.keys() & arrays.by_path.keys():
+        view = match.views[name]
+        leaf = arrays.by_path[name]
+        if not cast and cast_to(view, leaf) is not view:
+            advice.add("`cast=True` casts floats to the model's dtypes. ")
+        if "float8" in view.dtype.name and view.dtype != leaf.dtype:
+            advice.add(
+                "Floats in 8 bits have a scale in another tensor, so they are not "
+                "cast: compute the values, and pass a dictionary of arrays. "
+            )
+    return "".join(sorted(advice))
 
 
 def _check_ties(match: Match, arrays: Arrays) -> None:

@@ -169,14 +169,19 @@ def _stack(views: Mapping[Numbers, View], counts: Numbers) -> View:
 
 
 def cast_to(view: View, leaf: Any) -> View:
-    """Returns a view in the dtype of an array, if both are floats."""
-    if view.dtype != leaf.dtype and _may_cast(view.dtype, leaf.dtype):
+    """Returns a view in the dtype of an array, if both may be cast."""
+    may_cast = may_be_cast(view.dtype) and may_be_cast(leaf.dtype)
+    if view.dtype != leaf.dtype and may_cast:
         return Cast(view, leaf.dtype)
     return view
 
 
-def _may_cast(old: Any, new: Any) -> bool:
-    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+def may_be_cast(dtype: Any) -> bool:
+    """Returns whether a dtype is one of floats, but not of quantized values.
+
+    Values in 8 bits mean something only with their scale, which is another tensor.
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
 
 
 def _spec(leaf: Any) -> str:

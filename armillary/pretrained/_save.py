@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from armillary._checks import check_instance, check_positive_int
@@ -20,6 +19,7 @@ from armillary.pretrained._match import (
     check_rows,
     count_differences,
     list_differences,
+    may_be_cast,
 )
 from armillary.pretrained._names import Names
 from armillary.pretrained._views import Cast, Indexed, View
@@ -59,8 +59,8 @@ def save(
         max_file_bytes: The most bytes of tensors in one file of a folder. A larger
             model becomes several files with an index. A larger tensor has a file of its
             own.
-        dtype: The dtype for all floats in the files, such as `"bfloat16"`. By default,
-            their own.
+        dtype: The dtype for all floats of at least 16 bits in the files, such as
+            `"bfloat16"`. By default, their own.
 
     Returns:
         The paths of the files.
@@ -118,10 +118,10 @@ def as_float_dtype(name: str, value: Any) -> np.dtype | None:
         dtype = np.dtype(value)
     except TypeError:
         dtype = np.dtype(np.void)
-    if dtype not in CODES or not jnp.issubdtype(dtype, jnp.floating):
+    if dtype not in CODES or not may_be_cast(dtype):
         raise ValueError(
             f"`{name}` is {value!r}, but it must be a dtype of floats that safetensors "
-            f'have. Use `{name}="bfloat16"`.'
+            f'have, with at least 16 bits. Use `{name}="bfloat16"`.'
         )
     return dtype
 
@@ -159,7 +159,7 @@ def _make_tensors(
     if dtype is None:
         return tensors
     return {
-        name: Cast(view, dtype) if jnp.issubdtype(view.dtype, jnp.floating) else view
+        name: Cast(view, dtype) if may_be_cast(view.dtype) else view
         for name, view in tensors.items()
     }
 

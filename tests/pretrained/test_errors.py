@@ -131,19 +131,47 @@ def test_damaged_and_missing_files_are_named(tmp_path):
             pretrained.load(model, tmp_path, NAMES)
 
 
+def write_raw(path, kind, shape, data):
+    """Writes a file with one tensor, in a dtype of the format."""
+    header = {"w": {"dtype": kind, "shape": shape, "data_offsets": [0, len(data)]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def test_a_dtype_that_numpy_does_not_have_is_named(tmp_path):
     path = tmp_path / "x.safetensors"
-    header = {"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0")
+    write_raw(path, "F4", [2, 2], bytes(2))
     names = pretrained.Names([("w", "w")])
-    with pytest.raises(CheckpointError, match=r"w: F8_E4M3 \(2,\)"):
+    with pytest.raises(CheckpointError, match=r"w: F4 \(2, 2\)"):
         pretrained.list_tensors(path)
-    with pytest.raises(CheckpointMismatchError, match=r"~ w: F8_E4M3 \(2,\) in the"):
+    with pytest.raises(CheckpointMismatchError, match=r"~ w: F4 \(2, 2\) in the"):
         pretrained.load({"w": jnp.zeros(2)}, path, names)
     pretrained.load(
         {"v": jnp.zeros(2)}, path, pretrained.Names([("w", None), (None, "v")])
     )
+
+
+def test_floats_in_8_bits_are_not_cast_without_their_scale(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_raw(path, "F8_E4M3", [2], b"\x38\x40")
+    names = pretrained.Names([("w", "w")])
+    model = {"w": jnp.zeros(2, jnp.bfloat16)}
+    for cast in (False, True):
+        with pytest.raises(CheckpointMismatchError) as caught:
+            pretrained.load(model, path, names, cast=cast)
+        text = str(caught.value)
+        assert "~ w: float8_e4m3fn (2,) in the file, bfloat16 (2,) in" in text
+        assert "have a scale in another tensor" in text
+        assert "cast=True" not in text
+
+    model = {"w": jnp.ones(2, jnp.float8_e4m3fn), "v": jnp.ones(2)}
+    names = pretrained.Names([("w", "w"), ("v", "v")])
+    pretrained.save(model, path, names, dtype="bfloat16")
+    listed = pretrained.list_tensors(path)
+    assert listed["w"].dtype == jnp.float8_e4m3fn
+    assert listed["v"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"`dtype` is 'float8_e5m2'.*at least 16 bits"):
+        pretrained.save(model, path, names, dtype="float8_e5m2")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,49 @@ def test_a_large_model_becomes_several_files_with_an_index(tmp_path):
     assert left == {"model.safetensors", "config.json"}
 
 
+# The bits of 1, 2 and 0.5 in each dtype, from their definitions.
+BITS = {
+    "float8_e4m3fn": "384030",
+    "float8_e5m2": "3c4038",
+    "float8_e8m0fnu": "7f807e",
+    "float8_e4m3fnuz": "404838",
+    "float8_e5m2fnuz": "40443c",
+    "complex64": "0000803f000000000000004000000000" + "0000003f00000000",
+}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_dtypes_that_safetensors_cannot_read_for_numpy(tmp_path, dtype):
+    values = np.array([1.0, 2.0, 0.5], dtype)
+    names = pretrained.Names([("mask", "mask"), ("w", "w")])
+    params = {"mask": jnp.array([True]), "w": jnp.asarray(values)}
+    path = tmp_path / "x.safetensors"
+    pretrained.save(params, path, names)
+    is_first = values.dtype.itemsize > 1
+    bits = bytes.fromhex(BITS[dtype])
+    expected = bits + b"\1" if is_first else b"\1" + bits
+    assert path.read_bytes().endswith(expected)
+
+    params["w"] = jnp.zeros(3, dtype)
+    pretrained.load(params, path, names)
+    assert params["w"].dtype == values.dtype
+    assert np.asarray(params["w"]).tobytes() == bits
+
+
+def test_the_index_of_the_model_counts_in_a_folder_with_several(tmp_path):
+    for name, value in (("model", 1), ("model.fp16", 2)):
+        file = f"{name}-00001-of-00001.safetensors"
+        save_file({"w": np.full(2, value, "f4")}, tmp_path / file)
+        index = json.dumps({"weight_map": {"w": file}})
+        (tmp_path / f"{name}.safetensors.index.json").write_text(index)
+    params = {"w": jnp.zeros(2)}
+    names = pretrained.Names([("w", "w")])
+    pretrained.load(params, tmp_path, names)
+    np.testing.assert_array_equal(params["w"], 1)
+    pretrained.load(params, tmp_path / "model.fp16.safetensors.index.json", names)
+    np.testing.assert_array_equal(params["w"], 2)
+
+
 @pytest.mark.parametrize("most", [1, 10**6])
 def test_each_tensor_begins_at_a_multiple_of_its_item_size(tmp_path, most):
     # PyTorch cannot read a float32 tensor after a single byte.
