@@ -118,9 +118,19 @@ def load(
         path=opened.path,
         restored=tuple(sorted(taken)),
         kept=tuple(sorted(arrays.by_path.keys() - taken.keys())),
-        unused=tuple(sorted(opened.tensors.keys() - match.used)),
+        unused=_find_unused(opened, match, left),
         differences=tuple(match.differences.values()),
     )
+
+
+def _find_unused(opened: Opened, match: Match, left: set[str]) -> tuple[str, ...]:
+    """Returns the tensors that no row uses, or that belong only to parts that stay."""
+    unused: list[str] = []
+    for name in sorted(opened.tensors):
+        paths = match.used.get(name, ())
+        if all(is_inside(path, left) for path in paths):
+            unused.append(name)
+    return tuple(unused)
 
 
 def _check_same(digests: list[str], opened: Opened) -> None:

@@ -26,19 +26,20 @@ class Match:
     Attributes:
         views: The values for the arrays of the model, by path.
         ties: Views of tensors that must be equal to the value of a path.
-        used: The tensors that rows name, except rows for tensors of no use.
+        used: The tensors that rows name, except rows for tensors of no use, each with
+            the paths of its arrays.
         differences: A line for each array or tensor that does not fit, by its name.
     """
 
     views: dict[str, View]
     ties: list[tuple[str, str, View]]
-    used: set[str]
+    used: dict[str, tuple[str, ...]]
     differences: dict[str, str]
 
 
 def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> Match:
     """Returns the views for a model, and everything that differs."""
-    match = Match(views={}, ties=[], used=set(), differences={})
+    match = Match(views={}, ties=[], used={}, differences={})
     ignored: set[str] = set()
     left: set[str] = set()
     for row in names.rows:
@@ -49,7 +50,7 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
         else:
             for link in link_files(row, tensors, arrays):
                 _add_link(match, link, tensors, arrays)
-    ignored -= match.used
+    ignored -= match.used.keys()
     left -= match.views.keys()
     _refuse_loose_ties(match)
 
@@ -57,7 +58,7 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
     for path, view in match.views.items():
         may_cast = cast and path in arrays
         saved[path] = str(cast_to(view, arrays[path]) if may_cast else view)
-    for name in tensors.keys() - match.used - ignored:
+    for name in tensors.keys() - match.used.keys() - ignored:
         saved[name] = str(tensors[name])
     own = {path: _spec(arrays[path]) for path in arrays.keys() - left}
     lines = find_differences(saved, own, "the file", "the model")
@@ -135,7 +136,8 @@ def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> Non
     wanted = [name for names in link.files.values() for name in names]
     missing = [name for name in wanted if name not in tensors]
     is_absent = len(missing) == len(wanted)
-    match.used |= set(wanted) - set(missing)
+    for name in set(wanted) - set(missing):
+        match.used[name] = link.paths
     if is_absent and link.row.is_tied:
         return
     if missing or not wanted:

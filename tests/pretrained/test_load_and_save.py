@@ -278,6 +278,7 @@ def test_a_part_that_may_differ_is_loaded_whole_or_left(tmp_path):
     key = np.asarray(model.key.kernel[...])
     report = pretrained.load(model, tmp_path, NAMES, may_differ=["key", "query"])
     assert report.kept == ("key/kernel",)
+    assert report.unused == ("k.weight",)
     assert report.differences == (
         "~ key/kernel: float32 (4, 3) in the file, float32 (4, 2) in the model",
     )
