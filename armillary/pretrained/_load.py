@@ -94,7 +94,8 @@ def load(
         stack.enter_context(without_program_mesh())
         with announcing_errors():
             opened = stack.enter_context(open_tensors(path))
-        digests = peers.gather("the safetensors to load", opened.digest)
+        digest = "" if peers.is_alone else opened.digest
+        digests = peers.gather("the safetensors to load", digest)
         # From here to the reading, an error is the same in all processes.
         _check_same(digests, opened)
         match = _compare(opened, names, arrays, cast, parts)
@@ -208,7 +209,7 @@ def _are_equal(first: View, second: View, leaf: Any) -> bool:
     return True
 
 
-def _own_indices(leaf: Any) -> list[tuple[slice, ...]]:
+def _own_indices(leaf: Any) -> list[Any]:
     """Returns the index of each different part on the devices of this process."""
     shape = tuple(leaf.shape)
     if not isinstance(leaf, jax.Array):

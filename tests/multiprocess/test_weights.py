@@ -27,6 +27,8 @@ def test_each_process_reads_and_writes_its_own_part(
 ):
     arrays = make_arrays(LLAMA)
     folder = write_model(tmp_path / "model", LLAMA, arrays)
+    changed = {name: value + 1 for name, value in arrays.items()}
+    tuned = write_model(tmp_path / "tuned", LLAMA, changed)
     new = tmp_path / "new"
     outcome = run_program(
         Path(weights.__file__),
@@ -36,6 +38,7 @@ def test_each_process_reads_and_writes_its_own_part(
         devices,
         source=str(folder),
         new=str(new),
+        tuned=str(tuned),
         tokens=TOKENS.tolist(),
     )
     assert outcome.codes == [0] * processes, outcome.log
@@ -57,6 +60,9 @@ def test_each_process_reads_and_writes_its_own_part(
         assert found["absent"].startswith(error)
         assert is_last or f"{last}: FileNotFoundError" in found["absent"]
         assert "Download the model first" in found["absent"]
+        place = tuned if is_last else folder
+        assert f"`path` is {str(place)!r}, whose tensors are not" in found["tuned"]
+        assert f"process {processes - 1} of {processes} as in pro" in found["tuned"]
         assert found["is_kept"]
 
     names = outcome.results[0]["files"]

@@ -50,7 +50,7 @@ def count_own_bytes(model: nnx.Module) -> tuple[int, int]:
     return own, whole
 
 
-def weights(source: str, new: str, tokens: list[Any]) -> dict[str, Any]:
+def weights(source: str, new: str, tuned: str, tokens: list[Any]) -> dict[str, Any]:
     """Loads, computes and saves, and then makes mistakes."""
     strategy = armillary.ShardedStrategy({"fsdp": 2, "tensor": 2}, logical_rules=RULES)
     read_bytes = []
@@ -77,10 +77,14 @@ def weights(source: str, new: str, tokens: list[Any]) -> dict[str, Any]:
     found["full"] = catch(lambda: pretrained.save(model, new, names, max_file_bytes=10))
     os.fsync = sync
 
-    # It also does not see the files.
+    # It also sees another copy, with the same names and other values.
     is_last = jax.process_index() == jax.process_count() - 1
-    place = f"{source}/other" if is_last else source
     kernel = model.blocks.up.kernel[...]
+    other = tuned if is_last else source
+    found["tuned"] = catch(lambda: pretrained.load(model, other, names))
+
+    # And then no files at all, after which the job has failed.
+    place = f"{source}/other" if is_last else source
     found["absent"] = catch(lambda: pretrained.load(model, place, names))
     found["is_kept"] = model.blocks.up.kernel[...] is kernel
     return found

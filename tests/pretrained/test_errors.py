@@ -265,6 +265,8 @@ def test_a_save_that_is_killed_at_any_moment_leaves_no_mixture(
         return True
 
     outcomes = []
+    folder = tmp_path
+    is_done = False
     for number in range(30):
         folder = tmp_path / str(number)
         pretrained.save(first, folder, names, **SAVES[old])

@@ -118,6 +118,22 @@ def test_dtypes_that_safetensors_cannot_read_for_numpy(tmp_path, dtype):
     assert np.asarray(params["w"]).tobytes() == bits
 
 
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_other_values_have_another_digest(tmp_path, place, is_file):
+    digests = set()
+    for value in (1, 2):
+        tensor = np.zeros((30, 40), np.float32)
+        tensor.flat[place] = value
+        tensors = {"w": tensor, "empty": np.zeros(0, np.float32)}
+        if is_file:
+            save_file(tensors, tmp_path / "x.safetensors")
+            tensors = tmp_path / "x.safetensors"
+        with _files.open_tensors(tensors) as opened:
+            digests.add(opened.digest)
+    assert len(digests) == 2
+
+
 def test_the_index_of_the_model_counts_in_a_folder_with_several(tmp_path):
     for name, value in (("model", 1), ("model.fp16", 2)):
         file = f"{name}-00001-of-00001.safetensors"
