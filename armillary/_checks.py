@@ -76,6 +76,13 @@ def check_not_negative(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_positive(name: str, value: Any, fix: str) -> float:
+    """Returns `value`, or raises if it is not a positive, finite number."""
+    if not _is_real(value) or value <= 0:
+        _refuse(name, value, f"a positive, finite number. {fix}")
+    return float(value)
+
+
 def check_seconds(name: str, value: Any, fix: str) -> float:
     """Returns `value`, or raises if it is not a positive, finite time."""
     if not _is_real(value) or value <= 0:

@@ -13,8 +13,9 @@ variables of type `nnx.LoRAParam` are trained, and the base stays frozen::
     merged = armillary.lora.merge(model)  # plain layers, to export or to serve
     armillary.lora.remove(model)  # the base again, bit for bit
 
-The layers remain the same objects, and no path changes. So sharding rules, checkpoints
-of the base and code that reads `layer.kernel` work with adapters, too.
+The layers remain the same objects, and no path changes. So sharding rules and
+checkpoints of the base work with adapters, too. Code that reads `layer.kernel` itself
+gets the base without the adapter, so it must call the layer instead.
 """
 
 from armillary._traceback import mark_public as _mark_public

@@ -201,3 +201,9 @@ def _adapted(layer: type, adapter: type) -> type:
     methods = {k: v for k, v in vars(adapter).items() if inspect.isfunction(v)}
     members = {"__module__": __name__, "__doc__": adapter.__doc__, _MARK: True}
     return type(layer)(f"LoRA{layer.__name__}", (layer,), {**members, **methods})
+
+
+# As attributes of this module, because `pickle` finds a class by its name.
+for _kind in KINDS:
+    _class = _adapted(_kind.layer, _kind.adapter)
+    globals()[_class.__name__] = _class

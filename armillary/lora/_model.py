@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 
 from armillary._checks import (
     check_instance,
-    check_not_negative,
+    check_positive,
     check_positive_int,
     counted,
     list_lines,
 )
-from armillary.distribute._global_arrays import as_global, everywhere
+from armillary.distribute._global_arrays import as_global, everywhere, is_on_host
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.lora._axes import Axes
 from armillary.lora._layers import (
@@ -80,8 +80,8 @@ def add(
         where: A regular expression that is found in the paths of the weights, such as
             `"attention/.*kernel"`. `armillary.summarize(model)` shows the paths.
         rngs: The random numbers for the first values of the adapters.
-        alpha: The factor of the adapters, times `rank`. `None` means `rank`, so that
-            the factor is 1.
+        alpha: The factor of the adapters, times `rank`, a positive number. `None` means
+            `rank`, so that the factor is 1.
 
     Returns:
         The paths of the weights that have adapters now.
@@ -97,13 +97,16 @@ def add(
     rank = check_positive_int("rank", rank)
     scale = 1.0
     if alpha is not None:
-        scale = check_not_negative("alpha", alpha) / rank
+        # With 0, the adapters would never learn.
+        scale = check_positive("alpha", alpha, f"Use `alpha={2 * rank}`.") / rank
+    _check_has_stream(rngs)
 
     weights = _find_weights(model, where)
     most = max(map(_find_full_rank, weights))
     check_positive_int("rank", rank, most, "No weight has more rows and columns.")
-    for weight in weights:
-        a, b = _make_matrices(weight, rank, rngs)
+    # All are made before the first one changes the model.
+    pairs = [_make_matrices(weight, rank, rngs) for weight in weights]
+    for weight, (a, b) in zip(weights, pairs, strict=True):
         attach(weight.layer, weight.kind, a, b, scale)
     return [weight.path for weight in weights]
 
@@ -113,8 +116,10 @@ def merge(model: _Model) -> _Model:
 
     The copy consists of plain layers, to be exported or served. `model` keeps its
     adapters and its base, so nothing needs to be subtracted to train on. Each merged
-    weight is a new array with the sharding of the old one. The two models share all
-    other arrays: if you train arrays other than the adapters, merge again afterwards.
+    weight is a new array with the dtype and the sharding of the old one. So in
+    `bfloat16`, it is rounded, and the outputs may differ a little. The two models share
+    all other arrays: if you train arrays other than the adapters, merge again
+    afterwards.
 
     In a job of several processes, all of them must call it.
 
@@ -188,6 +193,17 @@ def base(model: nnx.Module) -> list[nnx.Variable]:
             " first."
         )
     return frozen
+
+
+def _check_has_stream(rngs: nnx.Rngs) -> None:
+    """Raises if nothing can be drawn for parameters."""
+    try:
+        rngs["params"]
+    except (AttributeError, KeyError) as error:
+        raise ValueError(
+            "`rngs` has neither a stream `params` nor a default, but the first values "
+            "of adapters come from it. Use `rngs=nnx.Rngs(1)`."
+        ) from error
 
 
 def _find_weights(model: nnx.Module, where: str) -> list[_Weight]:
@@ -268,8 +284,9 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
     for method in kind.methods:
         if getattr(type(layer), method) is not getattr(kind.layer, method):
             return f"`{name}` has a `{method}` of its own"
-    if not _has_shape(slot):
-        return "its value is not an array"
+    problem = _find_wrong_value(slot.variable.get_value())
+    if problem:
+        return problem
     found = find_axes(layer)
     if found is None:
         equation = layer.einsum_str
@@ -285,9 +302,16 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
     return _Weight(slot.path, layer, kind, axes, slot.variable)
 
 
-def _has_shape(slot: Slot) -> bool:
-    value = slot.variable.get_value()
-    return is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
+def _find_wrong_value(value: Any) -> str:
+    """Returns why the value of a weight cannot have an adapter; empty if it can."""
+    if not (is_array(value) or isinstance(value, jax.ShapeDtypeStruct)):
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        return f"its value is a `{kind}`, not an array of JAX (`jnp.asarray`)"
+    # A sum with an adapter would be rounded to whole numbers, or lack its scale.
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    if not is_float or value.dtype.itemsize == 1:
+        return f"its dtype is {value.dtype}; for a quantized base, use QLoRA by Qwix"
+    return ""
 
 
 def _find_full_rank(weight: _Weight) -> int:
@@ -370,15 +394,21 @@ def _add_product(layer: Any, weight: jax.Array, axes: Axes) -> jax.Array:
     """Returns `weight + scale * a @ b`, with the dtype and sharding of the weight."""
     narrow = [layer.lora_a.get_value(), layer.lora_b.get_value()]
     home = weight.sharding
+    if is_on_host(weight):  # where nothing is computed
+        weight = jax.device_put(weight, home.with_memory_kind("device"))
     if isinstance(home, NamedSharding):
         # Before the first step, new adapters are not on the devices of the weight yet.
         for index, each in enumerate(narrow):
             if each.sharding.device_set != home.device_set:
                 narrow[index] = as_global(each, everywhere(home.mesh))
 
+    # The sum is rounded only once, to the dtype of the weight.
+    dtype = jnp.promote_types(weight.dtype, jnp.float32)
+
     def compute(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        product = jnp.einsum(axes.product, a, b, precision="highest")
-        total = weight.astype(jnp.float32) + product * layer.lora_scale
+        wide = a.astype(dtype)
+        product = jnp.einsum(axes.product, wide, b.astype(dtype), precision="highest")
+        total = weight.astype(dtype) + product * layer.lora_scale
         return total.astype(weight.dtype)
 
     # With the sharding, because each device computes only its part.

@@ -1,5 +1,7 @@
 """Tests of adapters on layers: their outputs, merging, and what is refused."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,72 @@ def test_an_adapter_keeps_the_dtype_of_its_layer():
     assert lora.merge(layer).kernel.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_merged_weight_is_rounded_once_to_its_own_dtype(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        layer = nnx.Linear(4, 3, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        weight = np.full((4, 3), 1 / 3, layer.kernel.dtype)
+        layer.kernel.set_value(jnp.asarray(weight))
+        add(layer, alpha=3)
+        set_adapters(layer)
+        factors = [np.float64(m[...]) for m in (layer.lora_a, layer.lora_b)]
+        exact = np.float64(weight) + 1.5 * factors[0] @ factors[1]
+        merged = np.asarray(lora.merge(layer).kernel[...])
+    assert merged.dtype == weight.dtype
+    error = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6, "float64": 1e-14}
+    np.testing.assert_allclose(np.float64(merged), exact, rtol=error[dtype])
+
+
+def test_a_weight_in_the_memory_of_the_host_is_merged_there():
+    mesh = Mesh(np.array(jax.devices()[:2]), "fsdp")
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
+    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    add(layer)
+    set_adapters(layer)
+    expected = lora.merge(layer).kernel[...]
+    layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
+    merged = lora.merge(layer).kernel[...]
+    assert merged.sharding == sharding
+    np.testing.assert_allclose(merged, expected, rtol=1e-6)
+
+
+def test_first_values_are_drawn_for_each_layer_with_the_variance_of_he():
+    model = nnx.Dict(
+        first=nnx.Linear(256, 64, rngs=nnx.Rngs(0)),
+        second=nnx.Linear(256, 64, rngs=nnx.Rngs(0)),
+        joined=nnx.LinearGeneral((16, 16), 64, axis=(-2, -1), rngs=nnx.Rngs(0)),
+        embed=nnx.Embed(300, 64, rngs=nnx.Rngs(0)),
+        stack=nnx.split_rngs(splits=3)(
+            nnx.vmap(lambda rngs: nnx.Linear(256, 64, rngs=rngs))
+        )(nnx.Rngs(0)),
+    )
+    add(model, WHERE, rank=8)
+    drawn = [
+        *(model[name].lora_a[...] for name in ("first", "second", "joined")),
+        *model.stack.lora_a[...],
+    ]
+    for values in drawn:
+        # Uniform in an interval of this size, as He et al. (2015) have it.
+        limit = (6 / 256) ** 0.5
+        assert 0.99 * limit < np.abs(values).max() <= limit
+        np.testing.assert_allclose(np.std(values), (2 / 256) ** 0.5, rtol=0.1)
+    firsts = {float(values.ravel()[0]) for values in drawn}
+    assert len(firsts) == len(drawn)
+    np.testing.assert_allclose(np.std(model.embed.lora_b[...]), 0.5, rtol=0.1)
+    assert not np.any(model.embed.lora_a[...])
+
+
+def test_a_model_with_adapters_can_be_pickled():
+    model = Network(nnx.Rngs(0))
+    add(model, WHERE, alpha=3)
+    set_adapters(model)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again.embed) is type(model.embed)
+    np.testing.assert_array_equal(again(make_tokens()), model(make_tokens()))
+    lora.remove(again)
+    assert type(again.embed) is nnx.Embed
+
+
 def test_adapters_get_the_names_of_the_axes_of_their_weight():
     layer = nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))
     layer.kernel.set_metadata("out_sharding", ("embed", "heads", None))
@@ -197,11 +265,26 @@ def make_stack_with_axis_last():
     return nnx.List([layer])
 
 
+def make_with_kernel(value):
+    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(value)
+    return layer
+
+
 REFUSED = {
     "norm": (lambda rngs: nnx.LayerNorm(4, rngs=rngs), "scale", "not the weight"),
     "convolution": (lambda rngs: nnx.Conv(2, 2, (3,), rngs=rngs), "", "not the weight"),
     "own call": (lambda rngs: Doubled(4, 4, rngs=rngs), "", "`__call__` of its own"),
     "tied": (Tied, "", "2 layers share it"),
+    "int8": (lambda _: make_with_kernel(jnp.ones((4, 3), jnp.int8)), "", "QLoRA"),
+    "float8": (
+        lambda _: make_with_kernel(jnp.ones((4, 3), jnp.float8_e5m2)),
+        *("", "its dtype is float8_e5m2"),
+    ),
+    "of NumPy": (
+        lambda _: make_with_kernel(np.ones((4, 3), np.float32)),
+        *("", "its value is a `numpy.ndarray`, not an array of JAX (`jnp.asarray`)"),
+    ),
     "traced equation": (
         lambda rngs: nnx.Einsum("bd,ddk->bk", (4, 4, 3), rngs=rngs),
         *("", "equation 'bd,ddk->bk'"),
@@ -258,7 +341,14 @@ def test_a_second_adapter_is_refused():
         ({"rank": 0}, ValueError, ["`rank`", "0"]),
         ({"rank": 4}, ValueError, ["`rank`", "at most 3", "rows and columns"]),
         ({"alpha": -1}, ValueError, ["`alpha`", "-1"]),
+        ({"alpha": 0}, ValueError, ["`alpha` is 0", "positive", "Use `alpha=4`"]),
+        ({"alpha": float("nan")}, ValueError, ["`alpha` is nan", "finite"]),
         ({"rngs": 0}, TypeError, ["`rngs`", "nnx.Rngs(1)"]),
+        (
+            {"rngs": nnx.Rngs(dropout=0)},
+            ValueError,
+            ["`rngs`", "stream `params`", "nnx.Rngs(1)"],
+        ),
         ({"model": {}}, TypeError, ["`model`", "Flax NNX"]),
     ],
 )
