@@ -271,7 +271,9 @@ class ExportModel:
 
 def _types_of(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree, ...]:
     """Returns the shapes and dtypes to trace a program with."""
-    (batch,) = export.symbolic_shape("batch")
+    # Together with the sizes that the user has made, because JAX does not mix scopes.
+    scope = _find_scope(args)
+    (batch,) = export.symbolic_shape("batch", scope=scope)
 
     def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -282,3 +284,12 @@ def _types_of(args: tuple[PyTree, ...], *, is_polymorphic: bool) -> tuple[PyTree
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(type_of, args)
+
+
+def _find_scope(args: tuple[PyTree, ...]) -> export.SymbolicScope | None:
+    """Returns the scope of the symbolic sizes in some arguments, if there are any."""
+    for leaf in jax.tree.leaves(args):
+        for size in getattr(leaf, "shape", ()):
+            if export.is_symbolic_dim(size):
+                return size.scope
+    return None

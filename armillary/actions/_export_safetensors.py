@@ -44,8 +44,8 @@ class ExportSafetensors:
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If `max_file_bytes` is not positive, or `dtype` is no dtype of
-            floats.
+        ValueError: If `max_file_bytes` is not positive, `dtype` is not a dtype of
+            floats, or two files of `copy` have one name.
     """
 
     def __init__(
@@ -71,6 +71,13 @@ class ExportSafetensors:
         self._max_file_bytes = max_file_bytes
         self._dtype = dtype
         self._copy = [Path(check_path("copy", path)) for path in copy]
+        names_of_files = [path.name for path in self._copy]
+        for name in names_of_files:
+            if names_of_files.count(name) > 1:
+                raise ValueError(
+                    f"`copy` has two files with the name {name!r}, but they go into "
+                    "one folder. Remove one of them."
+                )
 
     def __call__(self, output: Output = None) -> None:
         """Exports the model as it is now. All processes must call it.

@@ -226,6 +226,27 @@ def test_a_model_in_training_mode_is_an_error_that_names_what_it_changes(tmp_pat
     model(IMAGES)  # No tracer was left behind.
 
 
+def test_an_open_batch_and_other_open_sizes_go_together(tmp_path):
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    (length,) = jax.export.symbolic_shape("length")
+    args = (
+        {"mask": jax.ShapeDtypeStruct((1, length), "float32")},
+        jax.ShapeDtypeStruct((1, length, 4), "float32"),
+    )
+    make(
+        tmp_path,
+        lambda batch, x: model(x) * batch["mask"][..., None],
+        args=args,
+        polymorphic_batch_size=True,
+    )()
+    program = load(tmp_path / "run" / "export-0")
+    for shape in ((2, 7, 4), (3, 1, 4)):
+        x = np.ones(shape, np.float32)
+        mask = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape[:2])
+        found = program.call({"mask": mask}, x)
+        np.testing.assert_allclose(found, model(x) * mask[..., None], rtol=1e-6)
+
+
 @pytest.mark.parametrize("polymorphic_batch_size", [False, True])
 def test_a_model_with_remat_is_exported(polymorphic_batch_size, tmp_path):
     dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

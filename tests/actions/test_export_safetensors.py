@@ -122,6 +122,7 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_ones(tmp_path):
         ({"names": []}, TypeError, "`names` is .*the table of `armillary.pretrained"),
         ({"file_manager": 3}, TypeError, "`file_manager` is 3"),
         ({"copy": "config.json"}, TypeError, "`copy` is 'config.json'.*copy="),
+        ({"copy": ["a/c.json", "b/c.json"]}, ValueError, "two files .* 'c.json'"),
         ({"dtype": "int8"}, ValueError, "`dtype` is 'int8'"),
         ({"max_file_bytes": 0}, ValueError, "`max_file_bytes` is 0"),
     ],

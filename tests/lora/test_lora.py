@@ -134,12 +134,14 @@ def test_a_merged_weight_is_rounded_once_to_its_own_dtype(dtype):
         layer.kernel.set_value(jnp.asarray(weight))
         add(layer, alpha=3)
         set_adapters(layer)
-        factors = [np.float64(m[...]) for m in (layer.lora_a, layer.lora_b)]
-        exact = np.float64(weight) + 1.5 * factors[0] @ factors[1]
+        a = np.asarray(layer.lora_a[...], np.float64)
+        b = np.asarray(layer.lora_b[...], np.float64)
+        exact = weight.astype(np.float64) + 1.5 * a @ b
         merged = np.asarray(lora.merge(layer).kernel[...])
     assert merged.dtype == weight.dtype
     error = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6, "float64": 1e-14}
-    np.testing.assert_allclose(np.float64(merged), exact, rtol=error[dtype])
+    found = merged.astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=error[dtype])
 
 
 def test_a_weight_in_the_memory_of_the_host_is_merged_there():
