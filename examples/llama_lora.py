@@ -2,9 +2,9 @@
 
     python examples/llama_lora.py --model llama --text corpus.txt --run-dir runs/llama
 
-`--model` is a folder with `config.json` and files of safetensors; by default, a tiny
-random Llama with a token for each byte. Its weights stay out of the checkpoints. Kill
-the program, and run it again: it ends bit for bit the same, in `<run-dir>/merged`.
+`--model` is a folder with `config.json`, `tokenizer.json` and safetensors; by default,
+a tiny random Llama with a token for each byte. Its weights stay out of the checkpoints.
+Kill the program, and run it again: it ends bit for bit the same, in `<run-dir>/merged`.
 """
 
 import argparse
@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from tokenizers import Tokenizer
 
 import armillary
-from armillary import lora, pretrained
+from armillary import data, lora, pretrained
 from decoder.families import make_names, read_config
 from decoder.model import Decoder
 
@@ -32,9 +33,8 @@ class Trainer(armillary.StandardTrainer):
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
-        self.optimizer = strategy.make(
-            nnx.Optimizer, model, optax.adam(1e-2), wrt=nnx.LoRAParam
-        )
+        adam = optax.adam(1e-2)
+        self.optimizer = strategy.make(nnx.Optimizer, model, adam, wrt=nnx.LoRAParam)
         self.loss = nnx.metrics.Average("loss")
 
     def train_loop_begin(self) -> None:
@@ -45,8 +45,7 @@ class Trainer(armillary.StandardTrainer):
 
     def replica_step(self, tokens) -> None:
         def loss_fn(model):
-            logits = model(tokens[:, :-1])
-            return cross_entropy(logits, tokens[:, 1:]).mean()
+            return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean()
 
         adapters = nnx.DiffState(0, nnx.LoRAParam)
         loss, gradients = nnx.value_and_grad(loss_fn, argnums=adapters)(self.model)
@@ -67,10 +66,14 @@ def write_tiny(folder: Path, strategy) -> None:
     pretrained.save(model, folder, make_names(config))
 
 
-def read_tokens(text: Path) -> np.ndarray:
-    """Returns sequences of bytes, of shape `(rows, LENGTH + 1)`."""
-    values = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int32)
-    return values[: len(values) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+def read_tokens(text: Path, model: Path) -> np.ndarray:
+    """Returns sequences of tokens, of shape `(rows, LENGTH + 1)`."""
+    tokens = list(text.read_bytes())
+    if (model / "config.json").read_text() != TINY.read_text():
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokens = tokenizer.encode(text.read_text()).ids
+    rows = len(tokens) // (LENGTH + 1)
+    return np.array(tokens[: rows * (LENGTH + 1)], np.int32).reshape(rows, LENGTH + 1)
 
 
 def main() -> None:
@@ -89,28 +92,28 @@ def main() -> None:
     config = read_config(options.model)
     names = make_names(config)
     model = strategy.make(Decoder, config, nnx.Rngs(0))
-    pretrained.load(model, options.model, names)
+    pretrained.load(model, options.model, names, cast=True)
     lora.add(model, rank=8, where="blocks/.*kernel", rngs=nnx.Rngs(1), alpha=16)
 
-    source = armillary.data.from_arrays(
-        read_tokens(options.text), batch_size=8, shuffle_seed=0, repeat=True
-    )
+    tokens = read_tokens(options.text, options.model)
+    source = data.from_arrays(tokens, batch_size=8, shuffle_seed=0, repeat=True)
     trainer = Trainer(strategy, model, strategy.distribute_dataset(source))
     checkpoint = armillary.Checkpoint(trainer=trainer, leave_out=lora.base(model))
+    folder = options.run_dir / "checkpoints"
+    manager = armillary.CheckpointManager(checkpoint, folder, checkpoint_interval=20)
     controller = armillary.Controller(
         trainer=trainer,
         global_step=trainer.optimizer.step,
         strategy=strategy,
         steps_per_loop=20,
-        checkpoint_manager=armillary.CheckpointManager(
-            checkpoint, options.run_dir / "checkpoints", checkpoint_interval=20
-        ),
+        checkpoint_manager=manager,
     )
     controller.train(options.steps)
 
-    pretrained.save(lora.merge(model), options.run_dir / "merged", names)
-    config_file = options.run_dir / "merged" / "config.json"
-    config_file.write_text((options.model / "config.json").read_text())
+    merged = options.run_dir / "merged"
+    dtype = pretrained.list_tensors(options.model)["model.norm.weight"].dtype
+    pretrained.save(lora.merge(model), merged, names, dtype=dtype)
+    (merged / "config.json").write_text((options.model / "config.json").read_text())
 
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ def divide(place: Path, tensors: Mapping[str, View], most: int) -> list[File]:
 def _align(tensors: Mapping[str, View]) -> dict[str, View]:
     """Returns the tensors in an order in which each one begins at its alignment.
 
-    PyTorch cannot read a tensor whose offset is not a multiple of its item's size. Each
-    size is a multiple of all smaller ones, so the tensors with the largest items come
-    first.
+    A reader that maps a file into memory can use a tensor without a copy only if its
+    offset is a multiple of the size of an item. So the tensors with the largest items
+    come first, as `safetensors` itself writes them.
     """
     items = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     return dict(items)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.environment import forget_devices
-from tests.examples.loading import EXAMPLES
+from tests.examples.decoder_reference import LLAMA, make_arrays, write_model
+from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.running import read_steps, run_well
 from tests.patience import wait_until
 
@@ -39,6 +41,32 @@ def run_and_kill(folder: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+def test_a_model_in_bfloat16_is_trained_on_its_own_tokens(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = write_model(tmp_path / "llama", LLAMA, make_arrays(LLAMA))
+    half = load_file(folder / "model.safetensors")
+    half = {name: value.astype(ml_dtypes.bfloat16) for name, value in half.items()}
+    save_file(half, folder / "model.safetensors")
+    words = {f"w{number}": number for number in range(40)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = tmp_path / "text"
+    numbers = np.random.default_rng(0).integers(0, 40, 10 * 65 + 3)
+    text.write_text(" ".join(f"w{number}" for number in numbers))
+
+    example = load_example("llama_lora")
+    tokens = example.read_tokens(text, folder)
+    np.testing.assert_array_equal(tokens, numbers[:-3].reshape(10, 65))
+
+    options = ("--model", folder, "--text", text, "--run-dir", tmp_path / "run")
+    run_well("llama_lora.py", *options, "--steps", 20)
+    merged = load_file(tmp_path / "run" / "merged" / "model.safetensors")
+    assert {value.dtype for value in merged.values()} == {np.dtype("bfloat16")}
+    changed = {name for name in half if not np.array_equal(half[name], merged[name])}
+    assert changed == {name for name in half if "_proj.weight" in name}
 
 
 def test_a_kill_changes_nothing_and_only_adapted_weights_change(tmp_path):

@@ -24,6 +24,11 @@ CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 # opcodes, of policies and of types, limits of the system, and what a help text says.
 NOT_VARIABLES = {
     "DT_STRING",
+    "F8_E4M3",
+    "F8_E4M3FNUZ",
+    "F8_E5M2",
+    "F8_E5M2FNUZ",
+    "F8_E8M0",
     "IMPORT_FROM",
     "LIBRARY_FUSION_TYPE_REDUCE",
     "LOAD_ATTR",

@@ -150,7 +150,7 @@ def test_the_index_of_the_model_counts_in_a_folder_with_several(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 10**6])
 def test_each_tensor_begins_at_a_multiple_of_its_item_size(tmp_path, most):
-    # PyTorch cannot read a float32 tensor after a single byte.
+    # Without an order, float32 would begin after three bytes.
     dtypes = ["bool", "float32", "int8", "bfloat16", "uint16", "int32"]
     params = {f"{i}": jnp.ones(3, dtype) for i, dtype in enumerate(dtypes)}
     names = pretrained.Names([(name, name) for name in params])
