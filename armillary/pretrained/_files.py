@@ -70,7 +70,8 @@ class TensorView(View):
         lengths = lengths_of(box)
         if 0 in lengths:
             return np.empty(lengths, self.dtype)
-        return read_slice(self._data.view(self.dtype).reshape(self.shape), box)
+        mapped = self._data.view(self.dtype).reshape(self.shape)
+        return read_slice(mapped, box)
 
     def ends(self) -> bytes:
         """Returns the first and the last bytes."""
@@ -258,14 +259,15 @@ def _find_files(place: Path) -> dict[Path, list[str]]:
             return _read_index(indices[0])
         if not indices and len(files) == 1:
             return {files[0]: []}
-        found = [file.name for file in (*indices, *files)]
+        found = [each.name for each in (*indices, *files)]
         raise FileNotFoundError(
             f"`path` is {str(place)!r}, but it must be a folder with "
             f"`{WHOLE}`, with `{INDEX}` and its files, or with one other file of "
             f"safetensors. It has {', '.join(found[:4]) or 'none of them'}. Use the "
             "path of one file."
         )
-    if not place.is_file() or place.suffix not in (".safetensors", ".json"):
+    is_known = place.suffix in (".safetensors", ".json")
+    if not (place.is_file() and is_known):
         raise FileNotFoundError(
             f"`path` is {str(place)!r}, but it must be a file of safetensors, an index "
             f"such as `{INDEX}`, or a folder with one of them. Download the model "
@@ -279,7 +281,9 @@ def _read_index(index: Path) -> dict[Path, list[str]]:
     try:
         places = json.loads(index.read_text())["weight_map"]
         for name, file in places.items():
-            files.setdefault(index.parent / Path(file).name, []).append(name)
+            # Without its folder, so that no index leads out of the model's folder.
+            own = index.parent / Path(file).name
+            files.setdefault(own, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(
             index, f"it is not an index of safetensors: {error!r}"

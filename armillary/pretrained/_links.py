@@ -6,12 +6,13 @@ is in both names, such as each layer in a list of layers.
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from armillary.pretrained._names import Row
+from armillary.pretrained._names import Pattern, Row
 
 Numbers = tuple[int, ...]
+"""The numbers in a name, in the order of the row's fields."""
 
 
 class Link(NamedTuple):
@@ -36,26 +37,23 @@ def link_files(row: Row, files: Collection[str], paths: Collection[str]) -> list
 
     The file decides how many tensors are stacked.
     """
-    num_axes = len(row.stacked)
+    # An array without any tensor has a link, too, so that it is reported.
     counts: dict[Numbers, list[int]] = {}
-    for pattern, path in itertools.product(row.models, paths):
-        numbers = pattern.match(path)
-        if numbers is not None:
-            counts.setdefault(_shared(row, numbers), [0] * num_axes)
+    for numbers in _match_all(row.models, paths):
+        counts[_shared(row, numbers)] = [0] * len(row.stacked)
 
-    for pattern, name in itertools.product(row.files, files):
-        numbers = pattern.match(name)
-        if numbers is None:
-            continue
-        lengths = counts.setdefault(_shared(row, numbers), [0] * num_axes)
-        for place, field in enumerate(row.stacked):
-            lengths[place] = max(lengths[place], numbers[field] + 1)
+    for numbers in _match_all(row.files, files):
+        key = _shared(row, numbers)
+        lengths = counts.setdefault(key, [0] * len(row.stacked))
+        for axis, field in enumerate(row.stacked):
+            lengths[axis] = max(lengths[axis], numbers[field] + 1)
 
     links: list[Link] = []
     for key, lengths in sorted(counts.items()):
         # A number may be so large that its tensors cannot be listed.
-        is_possible = math.prod(lengths) <= len(files)
-        links.append(_make_link(row, key, lengths if is_possible else [0] * num_axes))
+        if math.prod(lengths) > len(files):
+            lengths = [0] * len(row.stacked)
+        links.append(_make_link(row, key, lengths))
     return links
 
 
@@ -73,16 +71,32 @@ def link_model(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
     return links
 
 
+def _match_all(
+    patterns: Sequence[Pattern], names: Collection[str]
+) -> Iterator[dict[str, int]]:
+    """Yields the numbers in each name that fits one of the patterns."""
+    for pattern in patterns:
+        for name in names:
+            numbers = pattern.match(name)
+            if numbers is not None:
+                yield numbers
+
+
 def _shared(row: Row, numbers: Mapping[str, int]) -> Numbers:
     return tuple(numbers[field] for field in row.shared)
 
 
 def _make_link(row: Row, key: Numbers, counts: Sequence[int]) -> Link:
+    """Returns the link of one value of the shared fields, and its stack."""
     numbers = dict(zip(row.shared, key, strict=True))
-    files: dict[Numbers, tuple[str, ...]] = {}
-    has_axes = len(counts) == len(row.stacked)
-    for index in itertools.product(*map(range, counts)) if has_axes else ():
-        place = numbers | dict(zip(row.stacked, index, strict=True))
-        files[index] = tuple(pattern.fill(place) for pattern in row.files)
     paths = tuple(pattern.fill(numbers) for pattern in row.models)
+
+    # An array of a model may have fewer axes than the row stacks.
+    has_all_axes = len(counts) == len(row.stacked)
+    ranges = [range(count) for count in counts]
+    indices = itertools.product(*ranges) if has_all_axes else ()
+    files: dict[Numbers, tuple[str, ...]] = {}
+    for index in indices:
+        own = dict(zip(row.stacked, index, strict=True))
+        files[index] = tuple(pattern.fill(numbers | own) for pattern in row.files)
     return Link(row, paths, files, tuple(counts))

@@ -115,10 +115,11 @@ def load(
         # No process may keep its old values if the others have the new ones.
         peers.gather("the values of safetensors", json.dumps(len(new)))
         arrays.replace(new)
+    kept = arrays.by_path.keys() - taken.keys()
     return RestoreReport(
         path=opened.path,
         restored=tuple(sorted(taken)),
-        kept=tuple(sorted(arrays.by_path.keys() - taken.keys())),
+        kept=tuple(sorted(kept)),
         unused=_find_unused(opened, match, left),
         differences=tuple(match.differences.values()),
     )
@@ -170,9 +171,10 @@ def _compare(
 def _advise(match: Match, arrays: Arrays, cast: bool) -> str:
     """Returns a hint if dtypes differ."""
     advice: set[str] = set()
-    for name in match.views.keys() & match.differences.keys() & arrays.by_path.keys():
-        view = match.views[name]
-        leaf = arrays.by_path[name]
+    for name, view in match.views.items():
+        leaf = arrays.by_path.get(name)
+        if leaf is None or name not in match.differences:
+            continue
         if not cast and cast_to(view, leaf) is not view:
             advice.add("`cast=True` casts floats to the model's dtypes. ")
         if "float8" in view.dtype.name and view.dtype != leaf.dtype:

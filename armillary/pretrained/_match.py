@@ -1,6 +1,7 @@
 """Compares the tensors of files with the arrays of a model, by a table of names."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -44,23 +45,28 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
     left: set[str] = set()
     for row in names.rows:
         if not row.models:
-            ignored |= _find_matching(row.files, tensors)
+            ignored |= find_matching(row.files, tensors)
         elif not row.files:
-            left |= _find_matching(row.models, arrays)
+            left |= find_matching(row.models, arrays)
         else:
             for link in link_files(row, tensors, arrays):
                 _add_link(match, link, tensors, arrays)
+    # A row with both sides counts more than a row with one.
     ignored -= match.used.keys()
     left -= match.views.keys()
     _refuse_loose_ties(match)
 
     saved: dict[str, str] = {}
     for path, view in match.views.items():
-        may_cast = cast and path in arrays
-        saved[path] = str(cast_to(view, arrays[path]) if may_cast else view)
+        if cast and path in arrays:
+            view = cast_to(view, arrays[path])
+        saved[path] = str(view)
     for name in tensors.keys() - match.used.keys() - ignored:
         saved[name] = str(tensors[name])
-    own = {path: _spec(arrays[path]) for path in arrays.keys() - left}
+    own: dict[str, str] = {}
+    for path in arrays.keys() - left:
+        own[path] = _spec(arrays[path])
+
     lines = find_differences(saved, own, "the file", "the model")
     # A line of a link says more about its array.
     match.differences = lines | match.differences
@@ -75,9 +81,9 @@ def check_rows(names: Names, arrays: Collection[str], files: Collection[str]) ->
         if not (row.files and row.models):
             continue
         shown = f"({_show(row.files)}, {_show(row.models)})"
-        _note(in_files, _find_matching(row.files, files), shown)
+        _note(in_files, find_matching(row.files, files), shown)
         if not row.is_tied:
-            _note(in_model, _find_matching(row.models, arrays), shown)
+            _note(in_model, find_matching(row.models, arrays), shown)
 
 
 def _note(seen: dict[str, str], found: Collection[str], row: str) -> None:
@@ -116,11 +122,11 @@ def list_differences(differences: Mapping[str, str]) -> str:
 
 def find_left(may_differ: Collection[str], differences: Mapping[str, str]) -> set[str]:
     """Returns the parts of the model that stay, because they hold a difference."""
-    return {
-        part
-        for part in may_differ
-        if any(is_inside(name, [part]) for name in differences)
-    }
+    left: set[str] = set()
+    for part in may_differ:
+        if any(is_inside(name, [part]) for name in differences):
+            left.add(part)
+    return left
 
 
 def _refuse_loose_ties(match: Match) -> None:
@@ -133,11 +139,16 @@ def _refuse_loose_ties(match: Match) -> None:
 
 
 def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> None:
-    wanted = [name for names in link.files.values() for name in names]
-    missing = [name for name in wanted if name not in tensors]
+    """Adds the views of a link, or a line for each of its arrays that does not fit."""
+    wanted = list(itertools.chain.from_iterable(link.files.values()))
+    missing: list[str] = []
+    for name in wanted:
+        if name in tensors:
+            match.used[name] = link.paths
+        else:
+            missing.append(name)
+    # A file need not repeat a tensor that another one is equal to.
     is_absent = len(missing) == len(wanted)
-    for name in set(wanted) - set(missing):
-        match.used[name] = link.paths
     if is_absent and link.row.is_tied:
         return
     if missing or not wanted:
@@ -163,11 +174,11 @@ def _stack(views: Mapping[Numbers, View], counts: Numbers) -> View:
     """Returns the view of all indices, one axis for each count."""
     if not counts:
         return views[()]
-    inner: list[View] = []
-    for place in range(counts[0]):
-        own = {index[1:]: view for index, view in views.items() if index[0] == place}
-        inner.append(_stack(own, counts[1:]))
-    return Stacked(inner)
+    # One axis at a time: the views of each index along the first axis.
+    below: list[dict[Numbers, View]] = [{} for _ in range(counts[0])]
+    for (place, *rest), view in views.items():
+        below[place][tuple(rest)] = view
+    return Stacked([_stack(each, counts[1:]) for each in below])
 
 
 def cast_to(view: View, leaf: Any) -> View:
@@ -190,10 +201,13 @@ def _spec(leaf: Any) -> str:
     return f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"
 
 
-def _find_matching(patterns: Sequence[Pattern], names: Collection[str]) -> set[str]:
+def find_matching(patterns: Sequence[Pattern], names: Collection[str]) -> set[str]:
+    """Returns the names that fit one of the patterns."""
     found: set[str] = set()
     for pattern in patterns:
-        found.update(name for name in names if pattern.match(name) is not None)
+        for name in names:
+            if pattern.match(name) is not None:
+                found.add(name)
     return found
 
 

@@ -26,7 +26,8 @@ class Pattern:
         seen: set[str] = set()
         expression = ""
         for place, part in enumerate(parts):
-            if place % 2 == 0:
+            is_between_fields = place % 2 == 0
+            if is_between_fields:
                 expression += re.escape(part).replace(r"\*", ".*")
             elif part in seen:
                 expression += f"(?P={part})"
@@ -66,7 +67,8 @@ class Row(NamedTuple):
     @property
     def stacked(self) -> tuple[str, ...]:
         """The fields of the file alone, which are the first axes in the model."""
-        return tuple(f for f in self.files[0].fields if f not in self.shared)
+        fields = self.files[0].fields
+        return tuple(field for field in fields if field not in self.shared)
 
 
 class Names:
@@ -126,7 +128,9 @@ def _make_row(row: Any) -> Row:
                 "transform. Use `pretrained.transpose`, or "
                 '`pretrained.rearrange("out in -> in out")`.'
             )
-    made = Row(_make_side(row, file), _make_side(row, model), tuple(transforms))
+    files = _make_side(row, file)
+    models = _make_side(row, model)
+    made = Row(files, models, tuple(transforms))
     problem = _find_problem(made)
     if problem:
         raise ValueError(f"A row of `rows` is {row!r}, but {problem}.")
@@ -137,7 +141,8 @@ def _make_side(row: tuple[Any, ...], side: Any) -> tuple[Pattern, ...]:
     names = side if isinstance(side, tuple) else (side,)
     if names == (None,):
         return ()
-    if not names or not all(isinstance(name, str) and name for name in names):
+    are_names = [isinstance(name, str) and bool(name) for name in names]
+    if not names or not all(are_names):
         raise TypeError(
             f"A row of `rows` is {row!r}, in which {side!r} must be a name, a tuple of "
             f"names, or `None`. Use `{_EXAMPLE}`."
@@ -165,13 +170,15 @@ def _find_problem(row: Row) -> str:
     if not sides:
         return "one of its sides must be a name. Remove the row"
     for side in sides:
-        if len({frozenset(pattern.fields) for pattern in side}) > 1:
+        fields = {frozenset(pattern.fields) for pattern in side}
+        if len(fields) > 1:
             return "all names of one side must have the same fields. Add them"
     if len(sides) == 1:
         if row.transforms:
             return "next to `None`, there is nothing to transform. Remove that"
         return ""
-    if any("*" in pattern.text for side in sides for pattern in side):
+    texts = [pattern.text for pattern in (*row.files, *row.models)]
+    if any("*" in text for text in texts):
         return "`*` may stand only next to `None`. Name one array in each row"
     unknown = set(row.models[0].fields) - set(row.files[0].fields)
     if unknown:

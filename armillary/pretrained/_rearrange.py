@@ -37,7 +37,9 @@ def parse_axes(text: str) -> Axes:
         place = match.end()
 
     names = list(itertools.chain.from_iterable(axes))
-    if len(names) != len(set(names)) or any(name[0].isdigit() for name in names):
+    has_number = any(name[0].isdigit() for name in names)
+    has_repeated_name = len(names) != len(set(names))
+    if has_number or has_repeated_name:
         raise ValueError(f"{text!r} has a name twice, or a number")
     return tuple(axes)
 
@@ -59,9 +61,11 @@ class Rearranged(View):
         lengths = lengths_of(box)
         if 0 in lengths:
             return np.empty(lengths, self.dtype)
+        # The range of each part, such as 2 of 8 heads and all of their size.
         ranges: dict[str, range] = {}
         for axis, wanted in zip(self._after, box, strict=True):
-            ranges |= zip(axis, _cover(wanted, self._sizes_of(axis)), strict=True)
+            covering = _cover(wanted, self._sizes_of(axis))
+            ranges |= zip(axis, covering, strict=True)
         data = self._read_ranges(ranges)
 
         # One axis for each part, then in the order of the result.
@@ -73,12 +77,12 @@ class Rearranged(View):
         # Ranges of parts may cover more of a merged axis than the box.
         covered: list[int] = []
         inner: list[slice] = []
-        for axis, wanted, length in zip(self._after, box, lengths, strict=True):
+        for axis, wanted in zip(self._after, box, strict=True):
             own = [ranges[name] for name in axis]
             covered.append(math.prod(map(len, own)))
-            first = _flat_index([each.start for each in own], self._sizes_of(axis))
-            start = wanted.start - first
-            inner.append(slice(start, start + length))
+            starts = [each.start for each in own]
+            first = _flat_index(starts, self._sizes_of(axis))
+            inner.append(slice(wanted.start - first, wanted.stop - first))
         return data.reshape(covered)[tuple(inner)]
 
     def _read_ranges(self, ranges: Mapping[str, range]) -> np.ndarray:
@@ -87,14 +91,15 @@ class Rearranged(View):
         for axis in self._before:
             own = [ranges[name] for name in axis]
             runs.append(_find_runs(own, self._sizes_of(axis)))
-        if all(len(each) == 1 for each in runs):
+        is_one_box = all(len(each) == 1 for each in runs)
+        if is_one_box:
             return self._view.read(tuple(each[0] for each in runs))
 
-        lengths = [sum(run.stop - run.start for run in each) for each in runs]
+        # A box for each combination of runs, such as a part of each head.
+        lengths = [sum(lengths_of(each)) for each in runs]
         data = np.empty(lengths, self.dtype)
         for combination in itertools.product(*map(_with_places, runs)):
-            sources = tuple(source for source, _ in combination)
-            places = tuple(place for _, place in combination)
+            sources, places = zip(*combination, strict=True)
             data[places] = self._view.read(sources)
         return data
 
@@ -110,31 +115,37 @@ def _find_sizes(
         raise ValueError(f"{shape} has {len(shape)} axes instead of {len(axes)}")
     sizes: dict[str, int] = {}
     for size, axis in zip(shape, axes, strict=True):
-        unknown = [name for name in axis if name not in given]
-        known = math.prod(given[name] for name in axis if name in given)
-        if size % known or (not unknown and size != known):
+        known = [given[name] for name in axis if name in given]
+        rest, remainder = divmod(size, math.prod(known))
+        is_complete = len(known) == len(axis)
+        if remainder or (is_complete and rest != 1):
             raise ValueError(f"the axis of size {size} is no {' x '.join(axis)}")
-        sizes |= {name: given.get(name, size // known) for name in axis}
+        for name in axis:
+            sizes[name] = given.get(name, rest)
     return sizes
 
 
 def _cover(wanted: slice, sizes: Sequence[int]) -> list[range]:
-    """Returns ranges of the parts that cover a range of a merged axis."""
+    """Returns ranges of the parts that cover a range of a merged axis.
+
+    For example, elements 5 to 7 of 3 heads of size 4 are in head 1, from place 1 to 3.
+    Elements 3 to 5 are in two heads, of which all places are read.
+    """
     ranges: list[range] = []
     start = wanted.start
     last = wanted.stop - 1
-    is_one = True  # up to here, so that the next part need not be read completely
+    # Whether each part up to here has one index, so that the next one may be narrow.
+    is_one = True
     for place, size in enumerate(sizes):
-        stride = math.prod(sizes[place + 1 :])
         if not is_one:
             ranges.append(range(size))
             continue
-        first = start // stride
-        end = last // stride
+
+        stride = math.prod(sizes[place + 1 :])
+        first, start = divmod(start, stride)
+        end, last = divmod(last, stride)
         ranges.append(range(first, end + 1))
         is_one = first == end
-        start -= first * stride
-        last -= end * stride
     return ranges
 
 
@@ -142,15 +153,19 @@ def _find_runs(ranges: Sequence[range], sizes: Sequence[int]) -> list[slice]:
     """Returns the ranges of a divided axis that hold a range of each part."""
     if not ranges:
         return [slice(0, 1)]
+    # Parts that are complete do not interrupt a run, so it begins at the last one that
+    # is not.
     inner = len(ranges) - 1
     while inner and len(ranges[inner]) == sizes[inner]:
         inner -= 1
     stride = math.prod(sizes[inner + 1 :])
+    length = len(ranges[inner]) * stride
+
     runs: list[slice] = []
     for outer in itertools.product(*ranges[:inner]):
         index = [*outer, ranges[inner].start]
         start = _flat_index(index, sizes[: inner + 1]) * stride
-        runs.append(slice(start, start + len(ranges[inner]) * stride))
+        runs.append(slice(start, start + length))
     return runs
 
 
@@ -166,6 +181,7 @@ def _with_places(runs: Sequence[slice]) -> list[tuple[slice, slice]]:
 
 
 def _flat_index(index: Sequence[int], sizes: Sequence[int]) -> int:
+    """Returns the place of an index if the last axis changes fastest."""
     flat = 0
     for each, size in zip(index, sizes, strict=True):
         flat = flat * size + each

@@ -18,6 +18,7 @@ from armillary.pretrained._links import Link, link_model
 from armillary.pretrained._match import (
     check_rows,
     count_differences,
+    find_matching,
     list_differences,
     may_be_cast,
 )
@@ -135,7 +136,7 @@ def _make_tensors(
     named: set[str] = set()
     for row in names.rows:
         if not row.files:
-            named |= {p for p in arrays.by_path if row.models[0].match(p) is not None}
+            named |= find_matching(row.models, arrays.by_path)
         elif row.models and not row.is_tied:
             for link in link_model(row, arrays.shapes):
                 named.update(link.paths)
@@ -167,23 +168,26 @@ def _make_tensors(
 def _add_tensors(
     link: Link, arrays: Arrays, tensors: dict[str, View], lines: dict[str, str]
 ) -> None:
-    """Adds the tensors of a link, or a line on what does not fit."""
+    """Adds the tensors of a link, or a line for an array that does not fit."""
+    num_stacked = len(link.row.stacked)
     for path in link.paths:
         leaf = arrays.by_path.get(path)
         if leaf is None:
             lines[path] = f"- {path}: only in the table, which names it as a part"
             return
-        num_stacked = len(link.row.stacked)
         found = tuple(leaf.shape[:num_stacked])
-        if found != link.counts or len(found) < num_stacked:
+        has_axes = len(found) == num_stacked
+        if found != link.counts or not has_axes:
             fields = ", ".join(f"{{{field}}}" for field in link.row.stacked)
             lines[path] = f"~ {path}: {tuple(leaf.shape)} has no such axes for {fields}"
             return
     try:
         for index, names in link.files.items():
-            views: Sequence[View] = [
-                _index(ArrayView(arrays.by_path[path]), index) for path in link.paths
-            ]
+            views: list[View] = []
+            for path in link.paths:
+                whole = ArrayView(arrays.by_path[path])
+                views.append(_index(whole, index))
+            # The last transform of a load is undone first.
             for transform in reversed(link.row.transforms):
                 views = transform.backward(views)
             tensors |= zip(names, views, strict=True)

@@ -5,6 +5,7 @@ Both take views and return views, so nothing is read until a part is asked for.
 """
 
 import abc
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,19 +83,22 @@ class _Split(Transform):
 
     @property
     def num_parts(self) -> int:
-        return self._sizes if isinstance(self._sizes, int) else len(self._sizes)
+        if isinstance(self._sizes, int):
+            return self._sizes
+        return len(self._sizes)
 
     def _find_sizes(self, view: View) -> Sequence[int]:
         if self._axis >= len(view.shape):
             raise ValueError(f"{view} has no axis {self._axis}")
         length = view.shape[self._axis]
-        if not isinstance(self._sizes, int):
-            if sum(self._sizes) != length:
-                raise ValueError(f"the axis of size {length} is not {self._sizes}")
-            return self._sizes
-        if length % self._sizes:
-            raise ValueError(f"{length} cannot be divided into {self._sizes} parts")
-        return [length // self._sizes] * self._sizes
+        if isinstance(self._sizes, int):
+            size, remainder = divmod(length, self._sizes)
+            if remainder:
+                raise ValueError(f"{length} cannot be divided into {self._sizes} parts")
+            return [size] * self._sizes
+        if sum(self._sizes) != length:
+            raise ValueError(f"the axis of size {length} is not {self._sizes}")
+        return self._sizes
 
 
 class _Join(Transform):
@@ -168,9 +172,9 @@ def rearrange(pattern: str, **sizes: int) -> Transform:
             f"`pattern` is {pattern!r}, but it must be two lists of names with `->` "
             f"between them: {error}. {fix}"
         ) from error
-    names = [sorted(name for axis in side for name in axis) for side in (left, right)]
-    unknown = sizes.keys() - set(names[0])
-    if names[0] != names[1] or unknown:
+    before, after = (sorted(itertools.chain(*side)) for side in (left, right))
+    unknown = sizes.keys() - set(before)
+    if before != after or unknown:
         raise ValueError(
             f"`pattern` is {pattern!r}, but it must have the same names on both sides, "
             f"and each size must have one of these names. {fix}"
@@ -231,9 +235,10 @@ def join(sizes: int | Sequence[int], *, axis: int) -> Transform:
 
 def _make_split(sizes: Any, axis: Any) -> _Split:
     axis = check_not_negative_int("axis", axis)
-    if isinstance(sizes, list | tuple):
-        return _Split(tuple(check_positive_int("sizes", each) for each in sizes), axis)
-    return _Split(check_positive_int("sizes", sizes), axis)
+    if not isinstance(sizes, list | tuple):
+        return _Split(check_positive_int("sizes", sizes), axis)
+    checked = [check_positive_int("sizes", each) for each in sizes]
+    return _Split(tuple(checked), axis)
 
 
 transpose = rearrange("first second -> second first")

@@ -15,6 +15,7 @@ import numpy as np
 
 from armillary.errors import CheckpointMismatchError
 
+Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 """A slice without a step for each axis, whose start and stop are numbers."""
 
@@ -22,7 +23,7 @@ Box = tuple[slice, ...]
 class View(abc.ABC):
     """An array of which parts can be read."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype
 
     @abc.abstractmethod
@@ -31,10 +32,11 @@ class View(abc.ABC):
 
     def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
         """Returns the part at an index of JAX, whose slices may have no limits."""
-        bounds = [
-            each.indices(size) for each, size in zip(index, self.shape, strict=True)
-        ]
-        return self.read(tuple(slice(start, stop) for start, stop, _ in bounds))
+        box: list[slice] = []
+        for each, size in zip(index, self.shape, strict=True):
+            start, stop, _ = each.indices(size)
+            box.append(slice(start, stop))
+        return self.read(tuple(box))
 
     def read_whole(self) -> np.ndarray:
         return self.read(tuple(slice(0, size) for size in self.shape))
@@ -51,7 +53,7 @@ class Joined(View):
         length = sum(view.shape[axis] for view in views)
         self._views = views
         self._axis = axis
-        self.shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+        self.shape = _with_size(first.shape, axis, length)
         self.dtype = first.dtype
 
     def read(self, box: Box) -> np.ndarray:
@@ -59,15 +61,19 @@ class Joined(View):
         parts: list[np.ndarray] = []
         offset = 0
         for view in self._views:
+            # The range in the numbering of this view, which may not be in it at all.
             length = view.shape[self._axis]
             start = max(wanted.start - offset, 0)
             stop = min(wanted.stop - offset, length)
             offset += length
             if start < stop:
-                parts.append(view.read(_with_axis(box, self._axis, start, stop)))
+                own = _with_axis(box, self._axis, start, stop)
+                parts.append(view.read(own))
         if not parts:
             return np.empty(lengths_of(box), self.dtype)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, self._axis)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, self._axis)
 
 
 class Part(View):
@@ -77,12 +83,13 @@ class Part(View):
         self._view = view
         self._axis = axis
         self._start = start
-        self.shape = (*view.shape[:axis], size, *view.shape[axis + 1 :])
+        self.shape = _with_size(view.shape, axis, size)
         self.dtype = view.dtype
 
     def read(self, box: Box) -> np.ndarray:
-        start = box[self._axis].start + self._start
-        stop = box[self._axis].stop + self._start
+        wanted = box[self._axis]
+        start = self._start + wanted.start
+        stop = self._start + wanted.stop
         return self._view.read(_with_axis(box, self._axis, start, stop))
 
 
@@ -157,8 +164,12 @@ def _largest(dtype: np.dtype) -> float:
     return float(ml_dtypes.finfo(dtype).max)
 
 
-def lengths_of(box: Box) -> list[int]:
+def lengths_of(box: Sequence[slice]) -> list[int]:
     return [each.stop - each.start for each in box]
+
+
+def _with_size(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def _with_axis(box: Box, axis: int, start: int, stop: int) -> Box:
@@ -172,11 +183,11 @@ def _check_alike(views: Sequence[View], axis: int | None = None) -> View:
         raise ValueError(f"{first} has no axis {axis}")
     expected = _without_axis(first.shape, axis)
     for view in views:
-        is_same = _without_axis(view.shape, axis) == expected
-        if view.dtype != first.dtype or not is_same:
+        has_shape = _without_axis(view.shape, axis) == expected
+        if view.dtype != first.dtype or not has_shape:
             raise ValueError(f"{first} and {view} do not go into one array")
     return first
 
 
-def _without_axis(shape: Sequence[int], axis: int | None) -> list[int]:
+def _without_axis(shape: Shape, axis: int | None) -> list[int]:
     return [size for place, size in enumerate(shape) if place != axis]

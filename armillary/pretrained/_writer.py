@@ -66,8 +66,8 @@ def _align(tensors: Mapping[str, View]) -> dict[str, View]:
     offset is a multiple of the size of an item. So the tensors with the largest items
     come first, as `safetensors` itself writes them.
     """
-    items = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    return dict(items)
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    return {name: tensors[name] for name in names}
 
 
 def _count_bytes(view: View) -> int:
@@ -184,7 +184,8 @@ def finish(folder: Path, files: Sequence[File], *, is_folder: bool) -> None:
     with _explaining(folder):
         # ORDER: the earlier save is complete until the new one is. Only if files of
         # both have the same names, there is no index between them, and so no model.
-        if has_index and any((folder / name).exists() for name in names):
+        has_equal_names = any((folder / name).exists() for name in names)
+        if has_index and has_equal_names:
             index.unlink(missing_ok=True)
         for file in files:
             (folder / file.unfinished).replace(folder / file.name)
