@@ -29,12 +29,14 @@ class Axes(NamedTuple):
     def a(self) -> str:
         """The axes of `lora_a`."""
         kept = self.batch + self.contracted
-        return "".join(each for each in self.letters if each in kept) + self.rank
+        inputs = [letter for letter in self.letters if letter in kept]
+        return "".join(inputs) + self.rank
 
     @property
     def b(self) -> str:
         """The axes of `lora_b`."""
-        outputs = [x for x in self.letters if x not in self.batch + self.contracted]
+        inputs = self.batch + self.contracted
+        outputs = [letter for letter in self.letters if letter not in inputs]
         return self.batch + self.rank + "".join(outputs)
 
     @property
@@ -48,9 +50,11 @@ class Axes(NamedTuple):
         The values for the axes of a stack come first.
         """
         num_stacked = len(values) - len(self.letters)
+        stacked = values[:num_stacked]
         known = dict(zip(self.letters, values[num_stacked:], strict=True))
         known[self.rank] = rank
-        return (*values[:num_stacked], *(known[letter] for letter in letters))
+        picked = [known[letter] for letter in letters]
+        return (*stacked, *picked)
 
 
 MATRIX = Axes("io", contracted="i")
@@ -71,12 +75,21 @@ def parse_equation(equation: str) -> tuple[str, Axes, str] | None:
     """
     inputs, _, rest = equation.replace(" ", "").partition(",")
     kernel, _, outputs = rest.partition("->")
-    others = inputs + outputs
-    is_plain = kernel.isalpha() and len(set(kernel)) == len(kernel)
-    if not is_plain or any(letter not in others for letter in kernel):
+    # Neither a diagonal of the kernel nor a sum over an axis of the kernel alone.
+    has_repeated_letter = len(set(kernel)) < len(kernel)
+    if has_repeated_letter or not kernel.isalpha():
+        return None
+    if not set(kernel) <= set(inputs + outputs):
         return None
 
-    contracted = "".join(x for x in kernel if x in inputs and x not in outputs)
-    batch = "".join(x for x in kernel if x in inputs and x in outputs)
-    unused = (x for x in string.ascii_letters if x not in inputs + kernel + outputs)
-    return inputs, Axes(kernel, contracted, batch, rank=next(unused)), outputs
+    contracted = ""
+    batch = ""
+    for letter in kernel:
+        if letter in inputs and letter in outputs:
+            batch += letter
+        elif letter in inputs:
+            contracted += letter
+    used = inputs + kernel + outputs
+    unused = [letter for letter in string.ascii_letters if letter not in used]
+    axes = Axes(kernel, contracted, batch, rank=unused[0])
+    return inputs, axes, outputs

@@ -26,8 +26,10 @@ _MARK = "_has_lora"
 
 def _read_matrices(layer: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns `lora_a`, and `lora_b` with the factor of the adapter, in a dtype."""
+    a = layer.lora_a[...]
+    # In the adapter's own dtype, which may be wider than `dtype`.
     b = layer.lora_b[...] * layer.lora_scale
-    return layer.lora_a[...].astype(dtype), b.astype(dtype)
+    return a.astype(dtype), b.astype(dtype)
 
 
 class _Linear:
@@ -38,10 +40,17 @@ class _Linear:
         a, b = _read_matrices(self, outputs.dtype)
         x = jnp.asarray(inputs, outputs.dtype)
         narrow = jnp.matmul(x, a, precision=self.precision)
-        axes = (((narrow.ndim - 1,), (0,)), ((), ()))
-        return outputs + lax.dot_general(
-            narrow, b, axes, precision=self.precision, out_sharding=out_sharding
+        # The sum over the rank, with the sharding of the outputs.
+        summed = ((narrow.ndim - 1,), (0,))
+        no_batch = ((), ())
+        change = lax.dot_general(
+            narrow,
+            b,
+            (summed, no_batch),
+            precision=self.precision,
+            out_sharding=out_sharding,
         )
+        return outputs + change
 
 
 class _LinearGeneral:
@@ -56,15 +65,21 @@ class _LinearGeneral:
         contracted = sorted(axis % x.ndim for axis in self.axis)
         batch = sorted(axis % x.ndim for axis in self.batch_axis)
         num_batch = len(batch)
-        first = range(num_batch)
+        first = range(num_batch)  # the batch axes of `a`, `b` and `narrow`
         own = range(num_batch, num_batch + len(contracted))
         narrow = lax.dot_general(
             x, a, ((contracted, own), (batch, first)), precision=self.precision
         )
-        axes = (((narrow.ndim - 1,), (num_batch,)), (first, first))
-        return outputs + lax.dot_general(
-            narrow, b, axes, precision=self.precision, out_sharding=out_sharding
+        # The sum over the rank, which is the last axis of `narrow`.
+        summed = ((narrow.ndim - 1,), (num_batch,))
+        change = lax.dot_general(
+            narrow,
+            b,
+            (summed, (first, first)),
+            precision=self.precision,
+            out_sharding=out_sharding,
         )
+        return outputs + change
 
 
 class _Einsum:
@@ -83,17 +98,18 @@ class _Einsum:
         parsed = parse_equation(self.einsum_str)
         assert parsed is not None  # or `add` has refused the layer
         own, axes, result = parsed
-        between = "".join(x for x in own if x not in axes.contracted) + axes.rank
-        narrow = jnp.einsum(
-            f"{own},{axes.a}->{between}", x, a, precision=self.precision
-        )
-        return outputs + jnp.einsum(
+        kept = [letter for letter in own if letter not in axes.contracted]
+        between = "".join(kept) + axes.rank
+        to_narrow = f"{own},{axes.a}->{between}"
+        narrow = jnp.einsum(to_narrow, x, a, precision=self.precision)
+        change = jnp.einsum(
             f"{between},{axes.b}->{result}",
             narrow,
             b,
             precision=self.precision,
             out_sharding=out_sharding,
         )
+        return outputs + change
 
 
 class _Embed:
@@ -108,7 +124,9 @@ class _Embed:
     def attend(self: Any, query: Any, out_sharding: Any = None) -> jax.Array:
         outputs = _plain(self).attend(query, **_named(out_sharding=out_sharding))
         a, b = _read_matrices(self, outputs.dtype)
-        narrow = jnp.matmul(jnp.asarray(query, outputs.dtype), b.T)
+        x = jnp.asarray(query, outputs.dtype)
+        # Logits multiply by the transposed weight, so the two matrices change places.
+        narrow = jnp.matmul(x, b.T)
         return outputs + jnp.matmul(narrow, a.T, out_sharding=out_sharding)
 
 
@@ -152,7 +170,10 @@ def has_adapter(layer: Any) -> bool:
 
 def find_kind(layer: Any) -> Kind | None:
     """Returns the kind of a layer, if it is one that can have an adapter."""
-    return next((kind for kind in KINDS if isinstance(layer, kind.layer)), None)
+    for kind in KINDS:
+        if isinstance(layer, kind.layer):
+            return kind
+    return None
 
 
 def find_axes(layer: Any) -> tuple[Axes, tuple[int, ...]] | None:
@@ -172,7 +193,9 @@ def find_axes(layer: Any) -> tuple[Axes, tuple[int, ...]] | None:
         return axes, (*batch, *inputs, *outputs)
     if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
         parsed = parse_equation(layer.einsum_str)
-        return None if parsed is None else (parsed[1], tuple(layer.kernel_shape))
+        if parsed is not None:
+            _, axes, _ = parsed
+            return axes, tuple(layer.kernel_shape)
     return None
 
 
@@ -198,9 +221,12 @@ def _adapted(layer: type, adapter: type) -> type:
     """Returns a subclass of a class of layers, with an adapter."""
     # Python changes a class only to one with the same layout, which a second base could
     # change. So the methods are copied.
-    methods = {k: v for k, v in vars(adapter).items() if inspect.isfunction(v)}
     members = {"__module__": __name__, "__doc__": adapter.__doc__, _MARK: True}
-    return type(layer)(f"LoRA{layer.__name__}", (layer,), {**members, **methods})
+    for name, value in vars(adapter).items():
+        if inspect.isfunction(value):
+            members[name] = value
+    metaclass = type(layer)
+    return metaclass(f"LoRA{layer.__name__}", (layer,), members)
 
 
 # As attributes of this module, because `pickle` finds a class by its name.

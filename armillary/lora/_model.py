@@ -182,8 +182,8 @@ def base(model: nnx.Module) -> list[nnx.Variable]:
         ValueError: If it has no adapters, or no other parameters.
     """
     check_instance("model", model, nnx.Module, _MODEL_FIX)
-    slots = [s for s in Walk([(model, "")]).slots.values() if s.is_parameter()]
-    variables = [slot.variable for slot in slots]
+    walk = Walk([(model, "")])
+    variables = [slot.variable for slot in walk.slots.values() if slot.is_parameter()]
     frozen = [each for each in variables if not isinstance(each, nnx.LoRAParam)]
     if len(frozen) in (0, len(variables)):
         raise ValueError(
@@ -210,25 +210,25 @@ def _find_weights(model: nnx.Module, where: str) -> list[_Weight]:
     """Returns the weights whose paths match, or raises if one cannot be adapted."""
     pattern = _compile(where)
     walk = Walk([(model, "")])
-    parameters = {
-        slot.key: slot
-        for slot in walk.slots.values()
-        if slot.is_parameter() and not isinstance(slot.variable, nnx.LoRAParam)
-    }
-    layers = _find_layers(walk)
-    matching = {k: slot for k, slot in parameters.items() if pattern.search(slot.path)}
+    parameters: list[Slot] = []
+    for slot in walk.slots.values():
+        is_adapter = isinstance(slot.variable, nnx.LoRAParam)
+        if slot.is_parameter() and not is_adapter:
+            parameters.append(slot)
+    matching = [slot for slot in parameters if pattern.search(slot.path)]
     if not matching:
         raise ValueError(
             f"`where` is {where!r}, found in none of these paths:\n"
-            f"{list_lines(slot.path for slot in parameters.values())}\n"
+            f"{list_lines(slot.path for slot in parameters)}\n"
             "Correct it: it is a regular expression for the paths of weights that "
             "`armillary.summarize(model)` shows."
         )
 
+    layers = _find_layers(walk)
     weights: list[_Weight] = []
     refused: list[str] = []
-    for key, slot in matching.items():
-        found = _as_weight(slot, layers.get(key, []))
+    for slot in matching:
+        found = _as_weight(slot, layers.get(slot.key, []))
         if isinstance(found, str):
             refused.append(f"{slot.path}: {found}")
         else:
@@ -282,7 +282,9 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
     kind = find_kind(layer)
     assert kind is not None
     for method in kind.methods:
-        if getattr(type(layer), method) is not getattr(kind.layer, method):
+        # A method of a subclass may compute something else with the weight.
+        is_own = getattr(type(layer), method) is not getattr(kind.layer, method)
+        if is_own:
             return f"`{name}` has a `{method}` of its own"
     problem = _find_wrong_value(slot.variable.get_value())
     if problem:
@@ -294,7 +296,8 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
 
     axes, shape = found
     own = slot.variable.get_value().shape
-    if own[len(own) - len(shape) :] != shape:
+    of_one_layer = own[len(own) - len(shape) :]
+    if of_one_layer != shape:
         return (
             f"its shape is {own}, and the layer's is {shape}: the axes of a stack of "
             "layers must come first"
@@ -318,12 +321,13 @@ def _find_full_rank(weight: _Weight) -> int:
     """Returns the smaller number of rows and columns of a weight."""
     axes = weight.axes
     shape = weight.variable.get_value().shape
-    sizes = dict(
-        zip(axes.letters, shape[len(shape) - len(axes.letters) :], strict=True)
-    )
+    of_one_layer = shape[len(shape) - len(axes.letters) :]
+    sizes = dict(zip(axes.letters, of_one_layer, strict=True))
+
     outputs = set(axes.letters) - set(axes.batch + axes.contracted)
-    rows = math.prod(sizes[each] for each in axes.contracted)
-    return min(rows, math.prod(sizes[each] for each in outputs))
+    rows = math.prod(sizes[letter] for letter in axes.contracted)
+    columns = math.prod(sizes[letter] for letter in outputs)
+    return min(rows, columns)
 
 
 def _make_matrices(
@@ -332,23 +336,22 @@ def _make_matrices(
     axes = weight.axes
     shape = weight.variable.get_value().shape
     num_stacked = len(shape) - len(axes.letters)
-    shapes = [axes.pick(letters, shape, rank) for letters in (axes.a, axes.b)]
+    shapes = [axes.pick(axes.a, shape, rank), axes.pick(axes.b, shape, rank)]
     # The matrix that is not 0 at first. Rows of an embedding are looked up in `lora_a`,
     # so the values of `lora_b` do not depend on the number of rows.
     is_lookup = weight.kind.weight == "embedding"
     random = 1 if is_lookup else 0
     letters = axes.b if is_lookup else axes.a
     summed = axes.rank if is_lookup else axes.contracted
+    place_of = {letter: num_stacked + i for i, letter in enumerate(letters)}
     initializer = jax.nn.initializers.variance_scaling(
         2.0,  # He's initialization, as of `nnx.LoRA`
         "fan_in",
         "uniform",
-        in_axis=[num_stacked + letters.index(each) for each in summed],
+        in_axis=[place_of[letter] for letter in summed],
         out_axis=len(shapes[random]) - 1,
-        batch_axis=[
-            *range(num_stacked),
-            *(num_stacked + letters.index(each) for each in axes.batch),
-        ],
+        # The variance is the same for one layer and for a stack.
+        batch_axis=[*range(num_stacked), *(place_of[x] for x in axes.batch)],
     )
     values = [jnp.zeros(each, jnp.float32) for each in shapes]
     values[random] = initializer(rngs.params(), shapes[random], jnp.float32)
@@ -366,7 +369,9 @@ def _copy_axis_names(weight: _Weight, a: nnx.LoRAParam, b: nnx.LoRAParam) -> Non
         if not names:
             continue
         ndim = len(weight.variable.get_value().shape)
-        names = (*names, *[None] * (ndim - len(names)))
+        # As in a `PartitionSpec`, the last axes need no name.
+        unnamed = [None] * (ndim - len(names))
+        names = (*names, *unnamed)
         a.set_metadata(name, axes.pick(axes.a, names, None))
         b.set_metadata(name, axes.pick(axes.b, names, None))
     rules = metadata.get("sharding_rules")
