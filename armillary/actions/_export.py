@@ -25,7 +25,7 @@ from armillary._records import write_whole
 from armillary.checkpoint._folder import as_absolute
 from armillary.checkpoint._writer import announcing_errors
 from armillary.distribute._global_arrays import as_local
-from armillary.pretrained._files import INDEX, UNFINISHED, WHOLE
+from armillary.pretrained._files import INDEX, SHARDS, UNFINISHED, WHOLE
 from armillary.state._lift import State
 from armillary.state._step_counter import StepCounter, as_step_counter
 from armillary.typing import Output, PyTree
@@ -102,11 +102,14 @@ class ExportFileManager:
 
     def _find_killed(self) -> list[epath.Path]:
         """Returns folders that an export has begun to write, but not completed."""
-        return [
-            path
-            for _, path in self._find_named()
-            if path.is_dir() and not _is_complete(path) and any(path.glob(UNFINISHED))
-        ]
+        killed: list[epath.Path] = []
+        for _, path in self._find_named():
+            if not path.is_dir() or _is_complete(path):
+                continue
+            # Some files may have their names already, if only the index is missing.
+            if any(path.glob(UNFINISHED)) or any(path.glob(SHARDS)):
+                killed.append(path)
+        return killed
 
     def _find_named(self) -> list[tuple[int, epath.Path]]:
         """Returns the numbers and paths of files and folders with these names."""

@@ -25,6 +25,8 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 UNFINISHED = ".model*.safetensors.incomplete"
 """The names of files that a save has not completed."""
+SHARDS = "model-*-of-*.safetensors"
+"""The names of the files of a large model, which an index completes."""
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),

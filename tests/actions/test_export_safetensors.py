@@ -85,6 +85,10 @@ def test_folders_of_killed_exports_are_removed_and_others_are_left(tmp_path):
     killed = tmp_path / "export-0"
     killed.mkdir()
     (killed / ".model.safetensors.incomplete").write_bytes(b"half")
+    # This one was killed before its index had a name.
+    almost = tmp_path / "export-5"
+    almost.mkdir()
+    (almost / "model-00001-of-00002.safetensors").write_bytes(b"whole")
     other = tmp_path / "export-1"
     other.mkdir()
     model = {"weights": jnp.ones((2, 3))}
