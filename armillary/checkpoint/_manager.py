@@ -556,8 +556,19 @@ class CheckpointManager(OfOneProcess):
             raise
 
     def close(self) -> None:
-        """Waits like `sync`; the manager can still be used."""
-        self.sync()
+        """Waits like `sync`, also for values in memory; the manager can still be used.
+
+        With `memory_interval_seconds`, it also ends the thread that serves other
+        processes, until the manager is used again. All processes must call it.
+
+        Raises:
+            CheckpointError: As in `sync`.
+        """
+        try:
+            self.sync()
+        finally:
+            if self.memory is not None:
+                self.memory.close()
 
     def _step(self) -> int | None:
         if self._read_step is None and self.checkpoint_interval is not None:

@@ -1,7 +1,9 @@
 """The programs of several processes that keep snapshots of one state in memory."""
 
+import errno
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,16 +73,22 @@ def own_memory(memory: str, *, is_shared: bool) -> str:
 def keeps(
     run_dir: str, memory: str, *, is_shared: bool, seed: int = 2
 ) -> dict[str, Any]:
-    """Keeps two snapshots, of which the second replaces the first."""
+    """Keeps two snapshots, of which the second replaces the first.
+
+    The manager is closed after each of them.
+    """
     armillary.ShardedStrategy()
     folder = own_memory(memory, is_shared=is_shared)
     run = Run(run_dir, folder, seed=1)
     run.keep(1)
+    run.manager.close()
     run.keep(seed)
+    run.manager.close()
+    threads = [thread.name for thread in threading.enumerate()]
     index = jax.process_index()
     files = sorted(Path(folder).glob(f"armillary-*/process_{index}/*/*.bin"))
     sizes = {file.name: file.stat().st_size for file in files}
-    return {"kept": run.digest(), "sizes": sizes}
+    return {"kept": run.digest(), "sizes": sizes, "threads": threads}
 
 
 def restores(
@@ -103,6 +111,20 @@ def restores(
     path = run.manager.restore_or_initialize()
     name = None if path is None else Path(path).name
     return {"name": name, "restored": run.digest(), "received": received}
+
+
+def is_full(run_dir: str, memory: str, *, is_shared: bool) -> None:
+    """Keeps one snapshot; then one process has no room for the copy of another one."""
+    armillary.ShardedStrategy()
+    run = Run(run_dir, own_memory(memory, is_shared=is_shared), seed=1)
+    run.keep(1)
+    if jax.process_index() == 1:
+
+        def be_full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        _exchange.reserved = be_full
+    run.keep(2)
 
 
 def is_killed(run_dir: str, memory: str, *, is_shared: bool) -> None:

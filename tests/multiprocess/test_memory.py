@@ -1,5 +1,6 @@
 """Tests of snapshots in memory in several processes, of which some are lost."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ def test_each_process_keeps_its_share_and_one_copy(shared):
     assert max(max(each) for each in sizes) < even + whole + chief + 100_000
     folders = list(folder.glob("memory/armillary-*/process_*/*"))
     assert {each.name for each in folders} == {"snapshot_2"}
+
+
+def test_a_closed_manager_has_no_thread(shared):
+    _, results = shared
+
+    for each in results:
+        assert "armillary-lifeline" in each["threads"]
+        assert "armillary-memory" not in each["threads"]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6])
@@ -209,6 +218,20 @@ def test_all_processes_skip_the_snapshot_that_process_0_skips(apart, tmp_path):
 
     assert outcome.codes == [0] * 4, outcome.log
     assert {each["name"] for each in outcome.results} == {None}
+
+
+def test_a_process_without_room_for_a_copy_is_named(tmp_path):
+    outcome = run(tmp_path, "is_full", 3, tmp_path, is_shared=False)
+
+    assert outcome.codes == [0] * 3, outcome.log
+    assert "No snapshot was taken in memory" in outcome.errors[0]
+    assert re.search(
+        r"in process [02], process 1 at `\S+`: .*No space left on device",
+        outcome.errors[0],
+    )
+    outcome = run(tmp_path, "restores", 3, tmp_path, is_shared=False)
+    assert outcome.codes == [0] * 3, outcome.log
+    assert {each["name"] for each in outcome.results} == {"snapshot_1"}
 
 
 def test_a_process_that_dies_within_a_snapshot_leaves_the_last_one(tmp_path):

@@ -64,6 +64,11 @@ class Meeting:
         return bool(self._offers)
 
     @property
+    def is_open(self) -> bool:
+        """True if the processes have met, and each of them serves the others."""
+        return self.is_held and (self._peers.is_alone or self._server is not None)
+
+    @property
     def newest_number(self) -> int:
         """The highest number of a snapshot that any process has."""
         numbers = [place.number for offer in self._offers for place, _ in offer.shares]
@@ -94,6 +99,12 @@ class Meeting:
             own = self._make_offer()
         texts = self._peers.gather("the snapshots in memory", own.as_text())
         self._offers = [parse_offer(text) for text in texts]
+
+    def close(self) -> None:
+        """Ends the server of this process. The processes can meet again."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _make_offer(self) -> Offer:
         found = find_shares(self._folder)

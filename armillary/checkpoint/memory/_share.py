@@ -156,11 +156,28 @@ def write_parts(
 @contextlib.contextmanager
 def reserved(file: Path, size: int) -> Iterator[Any]:
     """Opens a new file whose memory is reserved, so that no write fails halfway."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as stream:
-        if size and hasattr(os, "posix_fallocate"):  # macOS has none.
-            os.posix_fallocate(stream.fileno(), 0, size)
-        yield stream
+    with naming(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as stream:
+            if size and hasattr(os, "posix_fallocate"):  # macOS has none.
+                os.posix_fallocate(stream.fileno(), 0, size)
+            yield stream
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Adds a file to the error of a write. The error of a full disk has no name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"`{file}` cannot be written ({error})") from error
+
+
+def explain(error: Exception) -> str:
+    """Returns the reason of a failure, which an `OSError` has in its text."""
+    if isinstance(error, OSError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def with_checksums(file: Path, parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -177,9 +194,10 @@ def describe_share(folder: Path, share: Share) -> None:
     """Completes a share whose parts are written."""
     file = folder / f"share_{share.index}.json"
     unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(share.as_text())
-    # ORDER: a share is complete with this name.
-    unfinished.rename(file)
+    with naming(file):
+        unfinished.write_text(share.as_text())
+        # ORDER: a share is complete with this name.
+        unfinished.rename(file)
 
 
 def find_damage(file: Path, parts: Sequence[Part]) -> str | None:

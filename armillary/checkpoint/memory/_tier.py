@@ -36,6 +36,7 @@ from armillary.checkpoint.memory._share import (
     Share,
     Snapshot,
     describe_share,
+    explain,
     with_checksums,
     write_parts,
 )
@@ -105,7 +106,7 @@ class MemoryTier:
         Raises:
             CheckpointError: If two snapshots do not fit into the memory.
         """
-        if not self._meeting.is_held:
+        if not self._meeting.is_open:
             self._meet()
         start = monotonic()
         self._next_at = start + self._interval_seconds
@@ -138,7 +139,7 @@ class MemoryTier:
             file = self._folder / place.data
             placed = write_parts(file, _copy_to_host(parts))
         except OSError as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = explain(error)
             return
         self._failure = ""
         share = Share(snapshot, index, placed, manifest)
@@ -195,6 +196,17 @@ class MemoryTier:
         # Also the snapshots of processes that an earlier job had.
         remove_all(self._folder)
 
+    def close(self) -> None:
+        """Waits like `sync`, and ends the server of this process."""
+        if not self._meeting.is_open:
+            return
+        try:
+            if not self._peers.has_failed:
+                # Another process may still send its copy, or read from this one.
+                self.sync()
+        finally:
+            self._meeting.close()
+
     def _own_state(self) -> list[Any]:
         is_writing = self._thread is not None and self._thread.is_alive()
         # Only the clock of process 0 counts. So most states are equal, and an exchange
@@ -240,7 +252,7 @@ class MemoryTier:
             try:
                 own = dataclasses.asdict(self._find_facts(step, saved_step))
             except OSError as error:
-                self._warn_of_none(step, f"{type(error).__name__}: {error}")
+                self._warn_of_none(step, explain(error))
         topic = "a new snapshot in memory"
         first, *_ = self._peers.gather(topic, json.dumps(own))
         facts = json.loads(first)
@@ -271,7 +283,7 @@ class MemoryTier:
             with connected(address) as connection:
                 connection.copy(self._folder, place)
         except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = explain(error)
 
     def _describe_cost(self, share: Share, waited: float) -> str:
         size = share.num_bytes / MEGABYTE
