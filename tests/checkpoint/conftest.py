@@ -1,4 +1,4 @@
-"""Fixtures that close checkpoint managers after a test."""
+"""Fixtures of a folder in memory, and of managers that are closed after a test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,3 +22,10 @@ def make_manager(tmp_path: Path) -> Iterator[Callable[..., CheckpointManager]]:
     yield make
     for manager in managers:
         manager.close()
+
+
+@pytest.fixture
+def memory(tmp_path) -> Path:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    return folder
