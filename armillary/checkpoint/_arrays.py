@@ -69,6 +69,22 @@ def copy_arrays(
     return wait
 
 
+def count_moved(direction: str) -> int:
+    """Returns the bytes that TensorStore has moved since the program began.
+
+    Args:
+        direction: `"written"` or `"read"`.
+    """
+    import tensorstore as ts
+
+    total = 0
+    for metric in ts.experimental_collect_matching_metrics("/tensorstore/kvstore/"):
+        # One for each kind of file system, such as `kvstore/file/bytes_written`.
+        if metric["name"].endswith(f"/bytes_{direction}"):
+            total += sum(entry["value"] for entry in metric["values"])
+    return total
+
+
 def find_own_files(folder: epath.Path) -> Iterator[epath.Path]:
     """Yields the files that only this process has written."""
     own = folder / _ARRAYS / f"ocdbt.process_{get_process().index}"

@@ -16,6 +16,8 @@ from etils import epath
 
 from armillary.checkpoint._storage import NUM_THREADS, find_files, list_entries
 from armillary.cluster._peers import ALONE, Peers
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._transfer import Transfer
 
 CHECKSUM_FILE = "checksums.json"
 # Errors from JSON that Armillary did not write.
@@ -104,13 +106,17 @@ def find_damage(folder: epath.Path, peers: Peers = ALONE) -> str | None:
         return str(error)
 
     left_to_others = _share_out(expected, peers)
+    own_sizes = [
+        size for name, (size, _) in expected.items() if name not in left_to_others
+    ]
+    transfer = Transfer(Category.RESTORING, "verified", sum(own_sizes))
 
     def verify(name: str) -> str | None:
         if name in left_to_others:
             return compare_size(folder, name, expected[name])
-        return compare(folder, name, expected[name])
+        return compare(folder, name, expected[name], transfer.add)
 
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with transfer.reported(), ThreadPoolExecutor(NUM_THREADS) as pool:
         problems = pool.map(verify, expected)
         return next((problem for problem in problems if problem is not None), None)
 
@@ -131,9 +137,17 @@ def _share_out(expected: Mapping[str, Sum], peers: Peers) -> set[str]:
     return others
 
 
-def compare(folder: epath.Path, name: str, saved: Sum) -> str | None:
-    """Returns a sentence on a file that does not match its size and checksum."""
-    return _compare(folder, name, saved, measure)
+def compare(
+    folder: epath.Path,
+    name: str,
+    saved: Sum,
+    note: Callable[[int], None] | None = None,
+) -> str | None:
+    """Returns a sentence on a file that does not match its size and checksum.
+
+    It calls `note` with the number of bytes whenever it has read some.
+    """
+    return _compare(folder, name, saved, lambda file: measure(file, note))
 
 
 def compare_size(folder: epath.Path, name: str, saved: Sum) -> str | None:
@@ -163,7 +177,7 @@ def _compare(
     return None
 
 
-def measure(file: epath.Path) -> Sum:
+def measure(file: epath.Path, note: Callable[[int], None] | None = None) -> Sum:
     """Returns the size and the CRC-32 of a file."""
     size = 0
     crc = 0
@@ -171,4 +185,6 @@ def measure(file: epath.Path) -> Sum:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)
             crc = zlib.crc32(block, crc)
+            if note is not None:
+                note(len(block))
     return size, crc

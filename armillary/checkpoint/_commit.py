@@ -27,6 +27,7 @@ from etils import epath
 
 from armillary.checkpoint._arrays import (
     copy_arrays,
+    count_moved,
     find_own_files,
     merge_arrays,
     read_arrays,
@@ -44,6 +45,8 @@ from armillary.checkpoint._leaves import as_stored
 from armillary.checkpoint._storage import sync_files, sync_tree
 from armillary.cluster._peers import Peers
 from armillary.distribute.replica._program_mesh import without_program_mesh
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._transfer import Transfer
 
 _MOST_READ = 1 << 20
 """The most elements of an array that is read back after a save."""
@@ -118,7 +121,10 @@ def _start_part(
     """
     has_parts = content.has_arrays and not peers.is_alone
     try:
-        wait = copy_arrays(folder, _as_arrays(content, peers))
+        arrays = _as_arrays(content, peers)
+        transfer = _make_transfer(arrays)
+        with transfer.reported():
+            wait = copy_arrays(folder, arrays)
     except Exception as error:
         if peers.is_alone:
             raise
@@ -130,15 +136,29 @@ def _start_part(
         return fail
 
     def write_part() -> dict[str, Sum]:
-        wait()
-        if not has_parts:
-            return {}  # The files of a single process are measured at the end.
-        files = list(find_own_files(folder))
-        sums = measure_all(folder, files)
-        sync_files(files)
-        return sums
+        with transfer.reported():
+            wait()
+            if not has_parts:
+                return {}  # The files of a single process are measured at the end.
+            files = list(find_own_files(folder))
+            sums = measure_all(folder, files)
+            sync_files(files)
+            return sums
 
     return write_part
+
+
+def _make_transfer(arrays: Mapping[str, jax.Array | np.ndarray]) -> Transfer:
+    """Returns the transfer of the arrays that this process writes."""
+    total = 0
+    for array in arrays.values():
+        num_own = num_all = 1
+        if isinstance(array, jax.Array):
+            # Orbax divides copies of a part among the processes that have them.
+            num_own = len(array.sharding.addressable_devices)
+            num_all = len(array.sharding.device_set)
+        total += array.nbytes * num_own // num_all
+    return Transfer(Category.SAVING, "written", total, lambda: count_moved("written"))
 
 
 def _as_arrays(content: Content, peers: Peers) -> dict[str, jax.Array | np.ndarray]:

@@ -54,14 +54,38 @@ class LeafSpec:
         """
         return 0 not in self.shape and self.digest is None
 
+    @property
+    def _item_bytes(self) -> int:
+        is_key = self.dtype.startswith("key<")
+        return _KEY_BYTES if is_key else jax.numpy.dtype(self.dtype).itemsize
+
     def own_bytes(self, sharding: jax.sharding.Sharding | None) -> int:
         """Returns the bytes of the parts on this process's devices."""
-        is_key = self.dtype.startswith("key<")
-        item_bytes = _KEY_BYTES if is_key else jax.numpy.dtype(self.dtype).itemsize
         if sharding is None:
-            return item_bytes * math.prod(self.shape)
+            return self._item_bytes * math.prod(self.shape)
         part = math.prod(sharding.shard_shape(self.shape))
-        return item_bytes * part * len(sharding.addressable_devices)
+        return self._item_bytes * part * len(sharding.addressable_devices)
+
+    def different_bytes(self, sharding: jax.sharding.Sharding | None) -> int:
+        """Returns the bytes of the different parts on this process's devices."""
+        if sharding is None:
+            return self.own_bytes(None)
+        part = math.prod(sharding.shard_shape(self.shape))
+        indices = sharding.addressable_devices_indices_map(self.shape).values()
+        # The text of an index, because slices have no hash before Python 3.12.
+        return self._item_bytes * part * len(set(map(str, indices)))
+
+
+def count_bytes(
+    shardings: Mapping[str, jax.sharding.Sharding | None],
+    specs: Mapping[str, LeafSpec],
+) -> int:
+    """Returns the bytes that this process reads of the arrays that are described."""
+    total = 0
+    for name, sharding in shardings.items():
+        if name in specs:
+            total += specs[name].different_bytes(sharding)
+    return total
 
 
 class Manifest(NamedTuple):

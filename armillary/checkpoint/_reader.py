@@ -28,11 +28,12 @@ from etils import epath
 from armillary._checks import counted, list_lines
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
-from armillary.checkpoint._arrays import read_arrays
+from armillary.checkpoint._arrays import count_moved, read_arrays
 from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._content import (
     LeafSpec,
     Manifest,
+    count_bytes,
     describe_leaves,
     read_manifest,
 )
@@ -64,6 +65,8 @@ from armillary.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._transfer import Transfer
 
 if TYPE_CHECKING:
     from armillary.checkpoint._checkpoint import Checkpoint
@@ -210,7 +213,12 @@ class FolderSource:
         shardings: Mapping[str, jax.sharding.Sharding | None],
         specs: Mapping[str, LeafSpec],
     ) -> dict[str, Any]:
-        return read_arrays(self._folder, shardings, specs)
+        total = count_bytes(shardings, specs)
+        transfer = Transfer(
+            Category.RESTORING, "read", total, lambda: count_moved("read")
+        )
+        with transfer.reported():
+            return read_arrays(self._folder, shardings, specs)
 
 
 def restore_from(

@@ -62,6 +62,7 @@ class Report(NamedTuple):
     quiet_seconds: float
     limit_seconds: float | None = None  # `None` for no limit.
     has_ended: bool = False
+    moved: str = ""  # The bytes of a save or a restore, if one is in progress.
 
 
 class Sighting(NamedTuple):
@@ -84,7 +85,10 @@ class Sighting(NamedTuple):
         if self.report.has_ended:
             return "has reached the end of its program"
         quiet_seconds = self.quiet_seconds(now)
-        text = f"{self.report.phase} for {quiet_seconds:.0f} s, at {self.report.line}"
+        text = f"{self.report.phase} for {quiet_seconds:.0f} s"
+        if self.report.moved:
+            text += f", with {self.report.moved}"
+        text += f", at {self.report.line}"
         if self.is_silent(now):
             why = "stopped?" if self.by is None else f"as process {self.by} has not"
             text += f"; it has not answered for {now - self.time:.0f} s ({why})"
@@ -96,6 +100,7 @@ class Phase(NamedTuple):
 
     name: str
     moves: int = 0  # It changes whenever the program makes progress.
+    num_bytes: int = 0  # The bytes that a save or a restore has moved.
 
 
 class Pace:

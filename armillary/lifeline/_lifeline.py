@@ -36,6 +36,7 @@ from armillary.lifeline._ending import (
     waits_for_own_code,
 )
 from armillary.lifeline._lines import COMPILER, Line, find_line, is_in, read_stack
+from armillary.lifeline._transfer import find_transfers
 from armillary.lifeline._tree import Ends, Tree, find_neighbors
 
 _BEAT_SECONDS = 1.0
@@ -383,6 +384,9 @@ class Lifeline:
         stack = read_stack(watched.thread.ident)
         rule = self._find_rule(watched, phase, stack)
         timer_rule = rule
+        transfers = find_transfers(phase.name)
+        num_bytes = sum(transfer.num_bytes for transfer in transfers)
+        phase = phase._replace(num_bytes=num_bytes)
         if is_in(COMPILER, stack):
             phase = Phase("compiling")
             rule = math.inf
@@ -398,6 +402,7 @@ class Lifeline:
             quiet_seconds=now - pace.began,
             limit_seconds=None if limit == math.inf else limit,
             has_ended=self._has_ended,
+            moved=", ".join(map(str, transfers)),
         )
         return report, timer_rule
 
@@ -464,8 +469,9 @@ class Lifeline:
             self._conclude(Verdict(*value))
         elif index not in self._failures and not self.has_ended(index):
             report = self._sightings[index].report
+            moved = f" with {report.moved}" if report.moved else ""
             reason = (
-                f"Process {index} of {self._count} is gone ({report.phase}, "
+                f"Process {index} of {self._count} is gone ({report.phase}{moved}, "
                 f"{report.line}). It was killed, has crashed, or its machine or "
                 "network is down. Its own output may show the reason."
             )

@@ -59,7 +59,7 @@ def write_share(folder: Path) -> None:
     """Writes a share of process 1."""
     array = np.arange(NUM_ELEMENTS, dtype=np.float32)
     file = folder / PLACE.data
-    parts = write_parts(file, {("weights", Box((0,), array.shape)): array})
+    parts = write_parts(file, {("weights", Box((0,), array.shape)): array}, ignore)
     share = Share(SNAPSHOT, 1, parts)
     parts = with_checksums(file, parts)
     describe_share(file.parent, dataclasses.replace(share, parts=parts))
@@ -76,6 +76,10 @@ def is_listening(address: Address) -> bool:
     return False
 
 
+def ignore(num_bytes: int) -> None:
+    del num_bytes
+
+
 def be_full(*_: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -89,11 +93,15 @@ def full_at_first_write(file: Path, size: int) -> Iterator[Any]:
 def test_a_copy_arrives(server, tmp_path):
     write_share(tmp_path / "own")
 
+    sent: list[int] = []
+
     with connected(server.address) as connection:
-        connection.copy(tmp_path / "own", PLACE)
+        connection.copy(tmp_path / "own", PLACE, sent.append)
         kept = connection.read(PLACE._replace(holder=2), 0, 4 * NUM_ELEMENTS)
 
     assert kept == (tmp_path / "own" / PLACE.data).read_bytes()
+    assert len(sent) > 1
+    assert sum(sent) == len(kept)
 
 
 @pytest.mark.parametrize("moment", ["reserves the memory", "writes"])
@@ -110,7 +118,7 @@ def test_a_process_without_room_is_named_to_the_sender(
         pytest.raises(OSError, match=r"^process 2 at `127\.0\.0\.1`: ") as raised,
         connected(server.address) as connection,
     ):
-        connection.copy(tmp_path / "own", PLACE)
+        connection.copy(tmp_path / "own", PLACE, ignore)
 
     file = tmp_path / "keeper" / PLACE._replace(holder=2).data
     assert f"`{file}` cannot be written" in str(raised.value)
@@ -126,8 +134,8 @@ def test_a_connection_serves_a_copy_after_one_that_failed(
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", be_full, raising=False)
             with pytest.raises(OSError, match="No space left"):
-                connection.copy(tmp_path / "own", PLACE)
-        connection.copy(tmp_path / "own", PLACE)
+                connection.copy(tmp_path / "own", PLACE, ignore)
+        connection.copy(tmp_path / "own", PLACE, ignore)
 
     place = PLACE._replace(holder=2)
     assert (tmp_path / "keeper" / place.description).exists()
@@ -141,7 +149,7 @@ def test_a_process_that_does_not_answer_is_named(server, tmp_path):
         pytest.raises(ConnectionError, match=r"process 2 at .* does not answer"),
         connected(server.address) as connection,
     ):
-        connection.copy(tmp_path / "own", PLACE)
+        connection.copy(tmp_path / "own", PLACE, ignore)
 
 
 def test_a_share_that_the_other_process_lacks_is_named(server):

@@ -18,9 +18,11 @@ def test_parts_of_any_dtype_are_read_as_they_were(tmp_path, dtype):
     box = _share.Box((0, 0), (2, 3))
     file = tmp_path / "share_0.bin"
 
-    (part,) = _share.write_parts(file, {("x", box): array.T.copy().T})
+    sizes: list[int] = []
+    (part,) = _share.write_parts(file, {("x", box): array.T.copy().T}, sizes.append)
     found = _share.read_array(file.read_bytes(), part)
 
+    assert sizes == [array.nbytes]
     np.testing.assert_array_equal(found.astype(float), array.astype(float))
     assert found.dtype == array.dtype.newbyteorder("=")
 

@@ -1,8 +1,12 @@
 """Tests of finding the process that others wait for, with simulated times."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from armillary.controller import _stragglers
 from armillary.goodput._stopwatch import Times, find_straggler
 
 LOOPS, DEVICES = 10, 0.5
@@ -59,3 +63,35 @@ def test_one_long_save_makes_no_straggler():
     saving = [times[0]._replace(save=9.0), times[1]._replace(waiting=9.1)]
     assert find_straggler([saving, times]) is None
     assert find_straggler([saving, saving]) is not None
+
+
+@pytest.mark.parametrize(
+    ("phase", "shown"),
+    [("save", "mostly for save (6 MB, compared with 2 MB): "), ("data", "for data: ")],
+)
+def test_a_slow_save_is_named_with_its_bytes(monkeypatch, phase, shown):
+    quick = Times(0.1, 1.0, 0.1, 0.0, 9.0)
+    slow = Times(0.1, 1.0, 0.1, 0.0, 0.1)._replace(**{phase: 9.0})
+    answers = [[list(quick), 1_000_000], [list(slow), 3_000_000]]
+    warnings: list[str] = []
+
+    def mark(event: str, step: int, note: str) -> None:
+        assert (event, step) == ("straggler", 40)
+        warnings.append(note)
+
+    peers = SimpleNamespace(
+        is_alone=False,
+        index=1,
+        count=2,
+        boundary=SimpleNamespace(take=lambda _: answers),
+    )
+    monkeypatch.setattr(_stragglers, "get_peers", lambda: peers)
+    run: Any = SimpleNamespace(goodput=SimpleNamespace(times=quick, mark=mark))
+
+    stragglers = _stragglers.Stragglers(run)
+    stragglers.look(20)
+    stragglers.look(40)
+
+    (text,) = warnings
+    assert "Process 1 of 2 takes" in text
+    assert shown in text

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import armillary
+from armillary.checkpoint import _commit
 from armillary.lifeline import _ending
 from tests.patience import patience
 
@@ -55,6 +56,12 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         if scenario == "restore" and is_victim:
             time.sleep(3600)  # it is stuck
 
+    def be_stuck(*_: Any) -> None:
+        time.sleep(3600)  # the disk is stuck
+
+    if scenario == "save" and is_victim:
+        _commit.sync_files = be_stuck
+
     trainer = Sum(strategy, strategy.distribute_datasets_from_function(lambda _: read))
 
     def act(output: Any) -> None:
@@ -78,6 +85,7 @@ def train(scenario: str, folder: Path, limit_seconds: float | None) -> None:
         checkpoint_manager=armillary.CheckpointManager(
             armillary.Checkpoint(step=trainer.step),
             folder / "checkpoints",
+            checkpoint_interval=20 if scenario == "save" else None,
             init_fn=load,
         ),
     )

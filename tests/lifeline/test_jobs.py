@@ -113,6 +113,7 @@ def test_a_stopped_process_ends_the_job_after_the_timeout(start, stopped, other)
     [
         ("restore", r"restoring for .* in load: time.sleep\(3600\)  # it is stuck"),
         ("sleep", r"data for .* in read: time.sleep\(3600\)  # the reader sleeps"),
+        ("save", r"saving for \d+ s, with 0 B of \d B written, at "),
         ("act", r"action for .* in act: time.sleep\(3600\)  # the action sleeps"),
     ],
 )

@@ -19,9 +19,10 @@ import pytest
 
 from armillary.lifeline import _lifeline as module
 from armillary.lifeline import _tree
-from armillary.lifeline._ending import Phase, Report
+from armillary.lifeline._ending import OUTSIDE, Phase, Report
 from armillary.lifeline._lifeline import Lifeline
 from armillary.lifeline._lines import COMPILER, Line
+from armillary.lifeline._transfer import Transfer
 from armillary.lifeline._tree import (
     Ends,
     connect,
@@ -107,6 +108,18 @@ def test_a_process_that_is_gone_is_named_by_all_others(start, dead, count):
         assert f"Process {dead} of {count} is gone (outside of loops, " in reason
         assert re.search(r"\.py:\d+ in \w+: ", reason)
         assert job.lifelines[index].wait_for_verdict(0.0) == reason
+
+
+def test_a_process_that_is_gone_within_a_save_is_named_with_its_bytes(start):
+    job = start(2)
+    with Transfer(OUTSIDE, "written", 2000).reported():
+        for lifeline in job.lifelines:
+            lifeline._send_report()
+        wait_until(lambda: bool(job.lifelines[0]._sightings[1].report.moved))
+        close(job.lifelines[1])
+    job.wait(0)
+    place = "(outside of loops with 0 B of 2 kB written, "
+    assert f"Process 1 of 2 is gone {place}" in (job.reasons[0] or "")
 
 
 def test_every_process_names_the_cause_to_the_launcher(start, monkeypatch):

@@ -40,6 +40,12 @@ def test_a_job_is_stuck_when_no_process_continues():
     )
 
 
+def test_a_stuck_save_is_named_with_its_bytes():
+    text = find_hang(see(31, phase="saving", moved="1 MB of 2 MB written")) or ""
+    place = "at train.py:1 in main"
+    assert f"saving for 31 s, with 1 MB of 2 MB written, {place}" in text
+
+
 def test_only_a_running_process_that_could_answer_is_stopped():
     silent = see(silent=9)
     sightings = [

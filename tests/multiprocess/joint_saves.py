@@ -124,8 +124,8 @@ def restores(run_dir: str) -> dict[str, Any]:
     verified: list[int] = []
     measure = _checksums.measure
 
-    def measure_and_count(file: Any) -> Any:
-        found = measure(file)
+    def measure_and_count(*arguments: Any) -> Any:
+        found = measure(*arguments)
         verified.append(found[0])
         return found
 

@@ -14,7 +14,7 @@ import socket
 import socketserver
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,8 +179,10 @@ class Connection:
         self._stream = self._socket.makefile("rwb")
         self._send(token.encode() + b"\n")
 
-    def copy(self, folder: Path, place: Place) -> None:
+    def copy(self, folder: Path, place: Place, note: Callable[[int], None]) -> None:
         """Sends a complete share of this process.
+
+        It calls `note` with the number of bytes whenever it has sent some.
 
         Raises:
             OSError: If the other process does not write it.
@@ -191,6 +193,7 @@ class Connection:
             self._ask("copy", place, size=size, text=len(text))
             while block := stream.read(_BLOCK_BYTES):
                 self._send(block)
+                note(len(block))
         self._send(text)
         self._receive_answer()
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,9 +138,14 @@ class Place(NamedTuple):
 
 
 def write_parts(
-    file: Path, parts: Mapping[tuple[str, Box], np.ndarray]
+    file: Path,
+    parts: Mapping[tuple[str, Box], np.ndarray],
+    note: Callable[[int], None],
 ) -> tuple[Part, ...]:
-    """Writes parts of arrays into a new file, still without checksums."""
+    """Writes parts of arrays into a new file, still without checksums.
+
+    It calls `note` with the bytes of each part.
+    """
     size = sum(array.nbytes for array in parts.values())
     placed: list[Part] = []
     with reserved(file, size) as stream:
@@ -150,6 +155,7 @@ def write_parts(
             part = Part(name, box, array.dtype.name, stream.tell(), array.nbytes, 0)
             placed.append(part)
             stream.write(_as_bytes(array))
+            note(array.nbytes)
     return tuple(placed)
 
 

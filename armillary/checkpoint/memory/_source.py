@@ -3,7 +3,7 @@
 import contextlib
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from armillary.checkpoint._content import LeafSpec, Manifest, parse_manifest
+from armillary.checkpoint._content import (
+    LeafSpec,
+    Manifest,
+    count_bytes,
+    parse_manifest,
+)
 from armillary.checkpoint.memory._exchange import Address, Connection
 from armillary.checkpoint.memory._offer import Holder
 from armillary.checkpoint.memory._share import (
@@ -24,6 +29,8 @@ from armillary.checkpoint.memory._share import (
     parse_share,
     read_array,
 )
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._transfer import Transfer
 
 
 class SnapshotSource:
@@ -76,18 +83,27 @@ class SnapshotSource:
         specs: Mapping[str, LeafSpec] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Returns the named arrays in their shardings; `None` means NumPy."""
-        del specs  # One array is read at a time.
-        return {
-            name: self._read_array(name, sharding)
-            for name, sharding in shardings.items()
-        }
+        total = count_bytes(shardings, specs)
+        transfer = Transfer(Category.RESTORING, "read from memory", total)
+        with transfer.reported():
+            return {
+                name: self._read_array(name, sharding, transfer.add)
+                for name, sharding in shardings.items()
+            }
 
-    def _read_array(self, name: str, sharding: jax.sharding.Sharding | None) -> Any:
+    def _read_array(
+        self,
+        name: str,
+        sharding: jax.sharding.Sharding | None,
+        note: Callable[[int], None],
+    ) -> Any:
         parts = self._parts[name]
         stops = [part.box.stop for _, part in parts]
         shape = tuple(map(max, zip(*stops, strict=True)))
         dtype = jnp.dtype(parts[0][1].dtype)
-        known: dict[Part, np.ndarray] = {}  # Several devices may need the same part.
+        # Several devices may need the same part.
+        known: dict[Part, np.ndarray] = {}
+        assembled: set[Box] = set()
 
         def assemble(box: Box) -> np.ndarray:
             array = np.empty(box.shape, dtype)
@@ -100,6 +116,9 @@ class SnapshotSource:
                     known[part] = self._read_part(index, part)
                 array[shared.within(box)] = known[part][shared.within(part.box)]
                 num_found += math.prod(shared.shape)
+            if box not in assembled:
+                assembled.add(box)
+                note(array.nbytes)
             if num_found != array.size:
                 raise ValueError(f"`{name}` has {num_found} of {array.size} elements")
             return array

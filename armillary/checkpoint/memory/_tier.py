@@ -32,6 +32,7 @@ from armillary.checkpoint.memory._room import (
     remove_snapshots,
 )
 from armillary.checkpoint.memory._share import (
+    Part,
     Place,
     Share,
     Snapshot,
@@ -42,6 +43,8 @@ from armillary.checkpoint.memory._share import (
 )
 from armillary.checkpoint.memory._source import SnapshotSource
 from armillary.cluster._join import get_peers
+from armillary.goodput._stopwatch import Category
+from armillary.lifeline._transfer import Transfer
 
 _WRITING = "writing"
 
@@ -136,8 +139,7 @@ class MemoryTier:
         # The program may catch an error of the copy, or Ctrl-C, and continue.
         self._failure = "the values were not copied to the end"
         try:
-            file = self._folder / place.data
-            placed = write_parts(file, _copy_to_host(parts))
+            placed = self._write(self._folder / place.data, parts)
         except OSError as error:
             self._failure = explain(error)
             return
@@ -271,6 +273,12 @@ class MemoryTier:
             saved_step=saved_step,
         )
 
+    def _write(self, file: Path, parts: Parts) -> tuple[Part, ...]:
+        total = sum(part.nbytes for part in parts.values())
+        transfer = Transfer(Category.SAVING, "copied to memory", total)
+        with transfer.reported():
+            return write_parts(file, _copy_to_host(parts), transfer.add)
+
     def _complete(self, place: Place, share: Share) -> None:
         """Completes the share of this process, and sends a copy of it."""
         try:
@@ -280,8 +288,9 @@ class MemoryTier:
             address = self._meeting.find_keeper()
             if address is None:
                 return
-            with connected(address) as connection:
-                connection.copy(self._folder, place)
+            transfer = Transfer(Category.SAVING, "sent", share.num_bytes)
+            with connected(address) as connection, transfer.reported():
+                connection.copy(self._folder, place, transfer.add)
         except Exception as error:
             self._failure = explain(error)
 
