@@ -16,52 +16,23 @@ from armillary.data import InputOptions, from_arrays
 from armillary.distribute.program import _function_program
 from armillary.errors import StateStructureError
 from armillary.state._lift import find_slots
-from armillary.xla import _compile
-from armillary.xla._lowerings import has_rules, partitioned
+from tests.distribute.sharded_trainers import (
+    CUBE,
+    FIRST_RULES,
+    MAKERS,
+    RULES,
+    Linear,
+    Wide,
+    make_trainer,
+    specs_of,
+)
 from tests.mistakes import mistakes
 from tests.problems import (
     Classifier,
     Metrics,
-    assert_identical,
     make_digits,
     read_state,
 )
-from tests.tiers import slow_after_first
-
-CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
-RULES = {
-    "first/kernel": PartitionSpec("fsdp", "tensor"),
-    "first/bias|norm": PartitionSpec("tensor"),
-    "last/kernel": PartitionSpec("tensor"),
-}
-FIRST_RULES = {"first/kernel": RULES["first/kernel"]}
-MAKERS = {
-    "one device": lambda: armillary.OneDeviceStrategy("cpu:1"),
-    "mirrored": lambda: armillary.MirroredStrategy(jax.devices()[:2]),
-    "fsdp": ShardedStrategy,
-    "cube": lambda: ShardedStrategy(CUBE, RULES),
-    "odd": lambda: ShardedStrategy({"data": 3, "fsdp": 2}, devices=jax.devices()[:6]),
-}
-
-
-class Wide(nnx.Module):
-    """A classifier with every kind of state, and arrays that are worth to be split."""
-
-    def __init__(self, dtype=jnp.float32, *, has_conv=False):
-        settings = {"rngs": nnx.Rngs(0), "dtype": dtype, "param_dtype": dtype}
-        self.conv = nnx.Conv(1, 4, (3, 3), **settings) if has_conv else None
-        self.first = nnx.Linear(64, 64, **settings)
-        self.norm = nnx.BatchNorm(64, **settings)
-        for statistic in (self.norm.mean, self.norm.var):
-            statistic.set_value(statistic[...].astype(dtype))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        self.last = nnx.Linear(64, 3, **settings)
-
-    def __call__(self, x):
-        if self.conv is not None:
-            x = nnx.max_pool(nnx.relu(self.conv(x)), (2, 2), (2, 2))
-        x = self.norm(self.first(x.reshape(x.shape[0], -1)))
-        return self.last(self.dropout(nnx.relu(x)))
 
 
 class Evaluator(Metrics):
@@ -77,51 +48,6 @@ class Evaluator(Metrics):
         super().add(
             {"value": losses.astype(jnp.float32), "logits": logits, "label": label}
         )
-
-
-def make_trainer(strategy, transform=None, dataset=None, **options):
-    return Classifier(
-        strategy, Wide(), transform or optax.adam(1e-2), dataset, **options
-    )
-
-
-class Linear(armillary.StandardTrainer):
-    """Trains one layer, whose programs compile fast."""
-
-    def __init__(self, strategy, dataset=None, **options):
-        data = from_arrays(make_digits(70), batch_size=16)
-        super().__init__(
-            dataset or strategy.distribute_dataset(data),
-            armillary.StandardTrainerOptions(**options),
-        )
-        self.strategy = strategy
-        self.model = nnx.Dict(
-            first=nnx.Linear(64, 64, rngs=nnx.Rngs(0)),
-            dropout=nnx.Dropout(0.5, rngs=nnx.Rngs(1)),
-        )
-        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def train_step(self, iterator):
-        def step_fn(batch):
-            def loss_fn(model):
-                image = batch["image"].reshape(-1, 64)
-                output = model["dropout"](model["first"](image))
-                losses = jnp.mean((output - image) ** 2, axis=1)
-                return armillary.compute_average_loss(losses)
-
-            self.optimizer.update(
-                self.model, armillary.all_reduce("sum", nnx.grad(loss_fn)(self.model))
-            )
-
-        self.strategy.run(step_fn, args=(next(iterator),))
-
-
-def specs_of(root):
-    return {
-        path: leaf.sharding.spec
-        for slot in find_slots(root)
-        for path, leaf in zip(slot.paths, slot.read(), strict=True)
-    }
 
 
 def bytes_on_devices(root):
@@ -175,66 +101,6 @@ def test_numbers_with_uneven_batches_equal_one_device():
             assert output.keys() == number.keys()
             for key, value in number.items():
                 np.testing.assert_allclose(output[key], value, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_groups", [1, 4])
-@pytest.mark.parametrize("num_examples", [5, 8])
-def test_convolutions_have_the_gradients_of_one_device(num_examples, num_groups):
-    images = np.random.default_rng(0).normal(size=(num_examples, 8, 8, 4))
-
-    def run(strategy):
-        rngs = nnx.Rngs(0)
-        first = nnx.Conv(4, 8, (3, 3), strides=2, rngs=rngs)
-        second = nnx.Conv(8, 8, (3, 3), feature_group_count=num_groups, rngs=rngs)
-        dense = nnx.Linear(128, 64, rngs=rngs)
-        model = nnx.List([first, second, dense])
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-        def step_fn(batch):
-            def loss_fn(model):
-                x = nnx.relu(model[1](nnx.relu(model[0](batch))))
-                return jnp.mean(jnp.tanh(model[2](x.reshape(len(x), -1))) ** 2)
-
-            optimizer.update(
-                model, armillary.all_reduce("sum", nnx.grad(loss_fn)(model))
-            )
-
-        (batch,) = strategy.distribute_dataset([images.astype(np.float32)])
-        strategy.run(step_fn, args=(batch,))
-        return read_state(model)
-
-    expected = run(MAKERS["one device"]())
-    for shape in ({"data": 2, "fsdp": 2}, {"data": 3, "fsdp": 2}):
-        devices = jax.devices()[: 2 * shape["data"]]
-        state = run(ShardedStrategy(shape, devices=devices))
-        for path, value in expected.items():
-            np.testing.assert_allclose(state[path], value, 0, 1e-6, err_msg=path)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_convolutions_are_divided_by_examples_on_all_platforms(platform):
-    assert has_rules()
-    layout = ShardedStrategy().layout
-
-    def gradient(kernel, x):
-        shape = (1, 1), "SAME"
-        return armillary.all_reduce(
-            "sum", jax.grad(lambda k: jax.lax.conv(x, k, *shape).sum())(kernel)
-        )
-
-    arrays = jnp.ones((2, 3, 3, 3)), layout.place(np.ones((8, 3, 4, 4), np.float32))
-    with partitioned(layout.sharding_of):
-        traced = jax.jit(gradient).trace(*arrays)
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("sharding_constraint") == 3
-
-
-def test_convolutions_that_cannot_be_divided_rightly_are_an_error(monkeypatch):
-    monkeypatch.setattr(_compile, "has_rules", lambda: False)
-    conv = nnx.Conv(1, 1, (3, 3), rngs=nnx.Rngs(0))
-    with pytest.raises(RuntimeError, match="convolutions would have wrong gradients"):
-        ShardedStrategy().run(lambda x: conv(x), args=(np.ones((8, 4, 4, 1), "f"),))
 
 
 def test_each_device_holds_its_share():
@@ -366,61 +232,6 @@ def test_arrays_that_no_rule_names_are_split_along_their_longest_axis():
     assert specs_of(state) == {name: spec for name, (_, spec) in sizes.items()}
     assert keys[...].sharding.is_fully_replicated
     assert all(np.all(variable[...] == 2) for variable in state.values())
-
-
-def save_and_restore(folder, source, target):
-    parts = [
-        {"model": trainer.model, "optimizer": trainer.optimizer}
-        for trainer in (source, target)
-    ]
-    managers = [
-        armillary.CheckpointManager(armillary.Checkpoint(**objects), str(folder))
-        for objects in parts
-    ]
-    managers[0].save()
-    managers[0].sync()
-    managers[1].restore_or_initialize()
-    assert_identical(read_state(parts[1]), read_state(parts[0]))
-
-
-@slow_after_first("has_trained", [False, True])
-def test_checkpoints_move_between_strategies_bit_for_bit(tmp_path, has_trained):
-    order = ["one device", "fsdp", "mirrored", "cube", "one device"]
-    makers = {**MAKERS, "cube": lambda: ShardedStrategy(CUBE, FIRST_RULES)}
-    trainers = {name: Linear(makers[name]()) for name in order}
-    for number, trainer in enumerate(trainers.values(), start=1):
-        if has_trained or number == 1:
-            trainer.train(number)
-    for number in range(len(order) - 1):
-        source, target = (trainers[name] for name in order[number : number + 2])
-        save_and_restore(tmp_path / str(number), source, target)
-        target.train(1)
-        if order[number + 1] in ("fsdp", "cube"):
-            assert specs_of(target.model["first"])["kernel"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
-def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
-    def make_controller(folder):
-        trainer = make_trainer(ShardedStrategy(CUBE, RULES))
-        checkpoint = armillary.Checkpoint(
-            trainer=trainer, train_dataset=trainer.train_dataset
-        )
-        return armillary.Controller(
-            global_step=trainer.optimizer.step,
-            trainer=trainer,
-            steps_per_loop=3,
-            checkpoint_manager=armillary.CheckpointManager(checkpoint, str(folder)),
-        )
-
-    whole = make_controller(tmp_path / "whole")
-    whole.train(14)
-    make_controller(tmp_path / "parts").train(5)
-    resumed = make_controller(tmp_path / "parts")
-    assert int(resumed.global_step[...]) == 5
-    resumed.train(14)
-    assert_identical(read_state(resumed.trainer), read_state(whole.trainer))
 
 
 @pytest.mark.slow

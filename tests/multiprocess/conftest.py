@@ -120,6 +120,14 @@ def run_program(
     return read_outcome(job)
 
 
+def run_on_eight_devices(
+    program: Any, folder: Path, scenario: str, processes: int, **options: Any
+) -> Outcome:
+    """Runs a function of a program in processes that have eight devices together."""
+    file = Path(program.__file__)
+    return run_program(file, folder, scenario, processes, 8 // processes, **options)
+
+
 def read_outcome(job: Job) -> Outcome:
     """Returns the end of a job whose processes have ended."""
     processes = len(job.processes)

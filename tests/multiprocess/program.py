@@ -4,14 +4,12 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 
 import armillary
-from armillary.actions import _export
-from armillary.checkpoint import _reader, _writer
+from armillary.checkpoint import _writer
 from armillary.data import from_arrays
 from armillary.lifeline import _lifeline
+from tests.multiprocess.digits import digest, local_rows, make_trainer, read_numbers
+from tests.multiprocess.exports import exports
+from tests.multiprocess.saves import saves
 from tests.multiprocess.scenarios import catch
 from tests.multiprocess.sharded import sharded
 from tests.patience import patience
-from tests.problems import CNN, MLP, Classifier, make_digits, read_state
+from tests.problems import CNN, Classifier, make_digits, read_state
 
 
 class Counter(armillary.StandardEvaluator):
@@ -395,230 +394,6 @@ def stop(strategy: Any) -> dict[str, Any]:
     return {"step": int(step[...])}
 
 
-def saves(strategy: Any, run_dir: str) -> dict[str, Any]:
-    """Saves and restores where that fails in one process alone."""
-    index, directory = jax.process_index(), Path(run_dir)
-    holder = SimpleNamespace(array=jax.random.normal(jax.random.key(0), (1000, 1000)))
-
-    def make(name: str, **options: Any) -> armillary.CheckpointManager:
-        checkpoint = armillary.Checkpoint(holder=holder)
-        return armillary.CheckpointManager(checkpoint, directory / name, **options)
-
-    def damage(name: str, is_damaged: bool = True) -> None:
-        if not index:
-            manifest = directory / name / "manifest" / "manifest.json"
-            kept = directory / name.replace("/", "_")
-            manifest.rename(kept) if is_damaged else kept.rename(manifest)
-
-    def save(manager: Any, number: int) -> Any:
-        return [manager.save(number), manager.sync(), len(manager.checkpoints)][::2]
-
-    damaged = []
-    find_damage = _reader.find_damage
-
-    def find_noted(path: Any, peers: Any) -> str | None:
-        damaged.append(path.name)
-        return find_damage(path, peers)
-
-    _reader.find_damage = find_noted
-    found: dict[str, Any] = {}
-    good, bad = make("good"), make("bad")
-    for manager, number in ((good, 1), (good, 2), (bad, 1)):
-        save(manager, number)
-    found |= restore_other_views(holder, directory / "good")
-    damaged.clear()
-    for name in ("good/checkpoint_2", "bad/checkpoint_1"):
-        damage(name)
-    found["good"] = good.restore_or_initialize()
-    found["bad"] = catch(bad.restore_or_initialize)
-    found["by name"] = catch(lambda: bad.restore(directory / "bad" / "checkpoint_1"))
-    found["looked at"] = [*damaged]
-    for sees in (0, 1):
-        manager = make("good" if index == sees else "nowhere")
-        found[f"only {sees} sees it"] = catch(manager.restore_or_initialize)
-    mine = directory / ("good" if index else "bad") / "checkpoint_1"
-    found["no folder"] = catch(lambda: good.restore(directory / f"none_{index}"))
-    damage("bad/checkpoint_1", False)
-    found["another folder"] = catch(lambda: good.restore(mine))
-
-    best = make("best", max_to_keep=1, keep_best="a", higher_is_better=False)
-    best.step_counter = lambda: number
-    found["best"] = []
-    for number, value in enumerate((3.0, 1.0, 2.0, 1.0, 0.5)):
-        # The first process decides, and all of them take its word.
-        if number != 3:
-            save(best, number)
-        found["best"].append(best.note_evaluation({"a": value + index}))
-    found["best"] += [Path(best.restore_best()).name, len(best.checkpoints)]
-
-    manager = make("run")
-    block(directory / "run", True)
-    found["start"] = catch(lambda: manager.save(3))
-    block(directory / "run", False)
-    found["after start"] = save(manager, 3)
-    limit_files(index == 0)
-    found["late"] = catch(lambda: save(manager, 4))
-    limit_files(False)
-    found["after late"] = save(manager, 5)
-    found |= save_by_hand(holder, directory / "by_hand")
-    return found | {"trained": train_over_failing_saves(strategy, directory)}
-
-
-def save_by_hand(holder: Any, directory: Path) -> dict[str, Any]:
-    """Saves without a manager, as the guides of TensorFlow do, and restores."""
-    checkpoint = armillary.Checkpoint(holder=holder)
-    saved = digest(np.asarray(holder.array))
-    paths = [checkpoint.save(directory / "ckpt") for _ in range(2)]
-    holder.array = jax.numpy.zeros_like(holder.array)
-    latest = armillary.checkpoint.latest_checkpoint(directory)
-    report = checkpoint.restore(latest).assert_consumed()
-    is_back = digest(np.asarray(holder.array)) == saved
-    return {
-        "by hand": [*paths, report.path, is_back],
-        "by hand, twice": catch(lambda: checkpoint.write(paths[0])),
-    }
-
-
-def restore_other_views(holder: Any, directory: Path) -> dict[str, Any]:
-    """Restores where the last process sees something else than the others do."""
-    index, found = jax.process_index(), {}
-
-    def view(name: str, change: Any) -> armillary.CheckpointManager:
-        mine = directory.with_name(f"{name}_{index}")
-        shutil.copytree(directory, mine)
-        if index:
-            change(mine / "checkpoint_2")
-        return armillary.CheckpointManager(armillary.Checkpoint(holder=holder), mine)
-
-    def move(path: Path) -> None:
-        manifest = path / "manifest" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace("1000", "1001"))
-
-    def go_back(path: Path) -> None:
-        shutil.rmtree(path)
-        shutil.copytree(path.with_name("checkpoint_1"), path)
-
-    moved, stale = view("moved", move), view("stale", go_back)
-    newest = Path(moved.directory) / "checkpoint_2"
-    found["moved, by name"] = catch(lambda: moved.restore(newest)).split("'")[2]
-    found["moved"] = Path(moved.restore_or_initialize()).name
-    found["stale"] = catch(stale.restore_or_initialize)
-    return found
-
-
-def train_over_failing_saves(strategy: Any, directory: Path) -> list[Any]:
-    """Trains while process 0 cannot write for some steps."""
-    index, trainer = jax.process_index(), make_trainer(strategy)
-    ballast = jax.random.normal(jax.random.key(0), (1000, 1000))
-    manager = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=trainer, ballast=SimpleNamespace(array=ballast)),
-        directory / "failing",
-        checkpoint_interval=3,
-    )
-
-    def look(output: Any) -> None:
-        manager.sync()
-        limit_files(index == 0 and int(trainer.optimizer.step[...]) == 6)
-
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=trainer.optimizer.step,
-        strategy=strategy,
-        steps_per_loop=3,
-        train_actions=[look],
-        checkpoint_manager=manager,
-    )
-    error = catch(lambda: controller.train(12))
-    limit_files(False)
-    names = [Path(path).name for path in manager.checkpoints]
-    return [error, int(trainer.optimizer.step[...]), names]
-
-
-def block(directory: Path, is_blocked: bool) -> None:
-    """Puts a file in the place of a directory, or removes it, before any continues."""
-    if jax.process_index() == 0:
-        directory.touch() if is_blocked else directory.unlink()
-    multihost_utils.sync_global_devices(f"block {is_blocked}")
-
-
-def limit_files(is_limited: bool) -> None:
-    """Lets the kernel refuse to write larger files than 1 MB, or no longer."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    soft = 1_000_000 if is_limited else hard
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def exports(strategy: Any, run_dir: str) -> dict[str, Any]:
-    """Exports while it trains, and restores a part; then one process cannot write."""
-    directory = Path(run_dir)
-    written: list[str] = []
-    write = _export.write_whole
-
-    def write_noted(path: Any, data: Any, temporary: str) -> None:
-        written.append(path.name)
-        write(path, data, temporary)
-
-    _export.write_whole = write_noted
-
-    def make_export(trainer: Classifier, base_name: Path) -> Any:
-        def predict(image: Any) -> Any:
-            trainer.model.eval()
-            return trainer.model(image)
-
-        return armillary.actions.ExportModel(
-            predict,
-            armillary.actions.ExportFileManager(
-                base_name, 2, next_id_fn=trainer.optimizer.step
-            ),
-            args=(jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32),),
-            polymorphic_batch_size=True,
-        )
-
-    def call(path: Path) -> Any:
-        images = make_digits(5)["image"]
-        return np.asarray(
-            jax.export.deserialize(path.read_bytes()).call(images)
-        ).tolist()
-
-    trainer = make_trainer(strategy)
-    manager = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=trainer), directory / "checkpoints"
-    )
-    controller = armillary.Controller(
-        trainer=trainer,
-        global_step=trainer.optimizer.step,
-        strategy=strategy,
-        steps_per_loop=2,
-        train_actions=[make_export(trainer, directory / "export")],
-        checkpoint_manager=manager,
-    )
-    controller.train(6)
-    other = make_trainer(strategy, seed=1)
-    part = armillary.CheckpointManager(
-        armillary.Checkpoint(trainer=other), directory / "other"
-    )
-    path = directory / "checkpoints" / "checkpoint_6"
-    report = part.checkpoint.read(path, only="trainer/model")
-    make_export(other, directory / "other")()
-    part.save(0)
-    part.sync()
-    found = {
-        "names": sorted(path.name for path in directory.glob("export-*")),
-        "trained": call(directory / "export-6"),
-        "restored": call(directory / "other-0"),
-        "report": [report.restored, report.kept],
-        "losses": np.asarray(trainer.losses)[:6].tolist(),
-    }
-    (directory / "file").write_text("")
-    fail = make_export(trainer, directory / "file" / "export")
-
-    def export_and_save() -> None:
-        fail()
-        manager.save()
-
-    return found | {"written": written, "error": catch(export_and_save)}
-
-
 def grouped(strategy: Any) -> dict[str, Any]:
     """Reduces over all devices, with one group for each process."""
     del strategy
@@ -639,28 +414,14 @@ def grouped(strategy: Any) -> dict[str, Any]:
 
 
 def several(strategy: Any, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Runs scenarios of this file one after the other, each with its options."""
-    found = {name: globals()[name](strategy, **parts[name]) for name in parts}
+    """Runs scenarios one after the other, each with its options."""
+    found = {name: find_scenario(name)(strategy, **parts[name]) for name in parts}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return found | {"may open all files": soft == hard}
 
 
-def make_trainer(strategy: Any, seed: int = 0) -> Classifier:
-    digits = from_arrays(make_digits(72), batch_size=16, shuffle_seed=3, repeat=True)
-    dataset = strategy.distribute_dataset(digits)
-    return Classifier(strategy, MLP(nnx.Rngs(seed)), optax.adam(1e-2), dataset)
-
-
-def local_rows(strategy: Any, value: Any) -> list[np.ndarray]:
-    return [np.asarray(row) for row in strategy.local_results(value)]
-
-
-def read_numbers(output: Any) -> dict[str, float]:
-    return {name: float(np.asarray(value)) for name, value in output.items()}
-
-
-def digest(value: np.ndarray) -> str:
-    return np.ascontiguousarray(value).tobytes().hex()[:4000]
+def find_scenario(name: str) -> Callable[..., Any]:
+    return {**globals(), "exports": exports, "saves": saves}[name]
 
 
 def main() -> None:
@@ -675,7 +436,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         strategy = armillary.MultiWorkerMirroredStrategy()
         sys.stderr.write("has joined\n")
-        found = globals()[scenario](strategy, **options)
+        found = find_scenario(scenario)(strategy, **options)
     result.write_text(json.dumps(found))
     if strategy is not None and scenario == "preempted":
         strategy.peers.gather("the end", "")

@@ -1,20 +1,14 @@
 """Tests of data of the processes' own under a mesh: each feeds its part of a batch."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.multiprocess import pipelines
-from tests.multiprocess.conftest import Outcome, run_program
+from tests.multiprocess.conftest import run_on_eight_devices
 
 pytestmark = pytest.mark.slow
-
-
-def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
-    program = Path(pipelines.__file__)
-    return run_program(program, folder, scenario, processes, 8 // processes, **options)
 
 
 def find_batches(num_pipelines: int) -> np.ndarray:
@@ -29,7 +23,7 @@ def find_batches(num_pipelines: int) -> np.ndarray:
 
 
 def test_each_process_feeds_its_part_of_a_batch(tmp_path):
-    outcome = run(tmp_path, "reads", 4)
+    outcome = run_on_eight_devices(pipelines, tmp_path, "reads", 4)
 
     assert outcome.codes == [0] * 4, outcome.log
     # The pipelines of each mesh, and the pipeline of each process.
@@ -57,14 +51,21 @@ def test_a_run_continues_with_as_many_pipelines(tmp_path):
     for processes, steps in (4, 2), (2, 5):
         folder = tmp_path / f"job of {processes}"
         options: dict[str, Any] = {"steps": steps, "mesh": two_pipelines}
-        outcome = run(
-            folder, "trains", processes, run_dir=run_dir, source="stream", **options
+        outcome = run_on_eight_devices(
+            pipelines,
+            folder,
+            "trains",
+            processes,
+            run_dir=run_dir,
+            source="stream",
+            **options,
         )
         assert outcome.codes == [0] * processes, outcome.log
         for result in outcome.results:
             assert result == {"seen": expected[:steps], "error": ""}
 
-    outcome = run(
+    outcome = run_on_eight_devices(
+        pipelines,
         tmp_path / "other",
         "trains",
         4,
@@ -82,7 +83,7 @@ def test_a_run_continues_with_as_many_pipelines(tmp_path):
 
 
 def test_an_evaluation_of_unequal_pipelines_needs_a_mask(tmp_path):
-    outcome = run(tmp_path, "evaluates", 4)
+    outcome = run_on_eight_devices(pipelines, tmp_path, "evaluates", 4)
 
     assert outcome.codes == [0] * 4, outcome.log
     for result in outcome.results:
@@ -95,7 +96,7 @@ def test_an_evaluation_of_unequal_pipelines_needs_a_mask(tmp_path):
 
 
 def test_data_that_cannot_be_right_is_refused(tmp_path):
-    outcome = run(tmp_path, "mistakes", 4)
+    outcome = run_on_eight_devices(pipelines, tmp_path, "mistakes", 4)
 
     assert outcome.codes == [0] * 4, outcome.log
     for result in outcome.results:

@@ -1,26 +1,18 @@
 """Tests that each process reads only its own examples, in one order for all."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 import armillary
 from tests.multiprocess import rows
-from tests.multiprocess.conftest import Outcome, run_program
+from tests.multiprocess.conftest import run_on_eight_devices
 
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, scenario: str, processes: int, **options: Any) -> Outcome:
-    program = Path(rows.__file__)
-    return run_program(program, folder, scenario, processes, 8 // processes, **options)
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 def test_each_process_reads_the_examples_of_its_own_devices(tmp_path, processes):
-    outcome = run(tmp_path, "reads", processes)
+    outcome = run_on_eight_devices(rows, tmp_path, "reads", processes)
 
     assert outcome.codes == [0] * processes, outcome.log
     for result in outcome.results:
@@ -42,7 +34,9 @@ def test_examples_of_grain_are_read_by_number(tmp_path):
     iterator = iter(dataset)
     for _ in range(3):
         next(iterator)
-    outcome = run(tmp_path, "reads_grain", 2, state=dataset.get_state())
+    outcome = run_on_eight_devices(
+        rows, tmp_path, "reads_grain", 2, state=dataset.get_state()
+    )
 
     assert outcome.codes == [0, 0], outcome.log
     for result in outcome.results:
@@ -66,28 +60,8 @@ def test_examples_of_grain_are_read_by_number(tmp_path):
     np.testing.assert_array_equal(read, expected["number"])
 
 
-def test_any_number_of_processes_continues_bit_for_bit(tmp_path):
-    expected = rows.train(str(tmp_path / "whole"), rows.NUM_STEPS)
-    run_dir = str(tmp_path / "run")
-    start = 0
-    for processes, steps in (4, 3), (2, 7):
-        folder = tmp_path / f"job of {processes}"
-        outcome = run(folder, "trains", processes, run_dir=run_dir, steps=steps)
-        assert outcome.codes == [0] * processes, outcome.log
-        for result in outcome.results:
-            assert result["start"] == start
-            assert result["seen"] == expected["seen"][:steps]
-        start = steps
-
-    last = rows.train(run_dir, rows.NUM_STEPS, rows=rows.Rows())
-
-    assert last.pop("start") == 7
-    assert expected.pop("start") == 0
-    assert last == expected
-
-
 def test_an_example_that_one_process_cannot_read_stops_all(tmp_path):
-    outcome = run(tmp_path, "fails", 2)
+    outcome = run_on_eight_devices(rows, tmp_path, "fails", 2)
     assert outcome.codes == [0, 0], outcome.log
     errors = sorted(outcome.results)
     assert errors[0] == f"OSError: example {rows.BAD} is gone"
