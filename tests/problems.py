@@ -179,13 +179,23 @@ def make_strategy(num_replicas: int) -> armillary.MirroredStrategy:
     return armillary.MirroredStrategy(jax.devices()[:num_replicas])
 
 
+def read_leaves(root: Any) -> dict[str, Any]:
+    """Returns every array that `root` reaches, by path."""
+    leaves: dict[str, Any] = {}
+    for slot in find_slots(root):
+        leaves.update(zip(slot.paths, slot.read(), strict=True))
+    return leaves
+
+
 def read_state(root: Any) -> dict[str, np.ndarray]:
     """Returns a copy of every array that `root` reaches, by path."""
-    return {
-        path: to_numpy(leaf)
-        for slot in find_slots(root)
-        for path, leaf in zip(slot.paths, slot.read(), strict=True)
-    }
+    return {path: to_numpy(leaf) for path, leaf in read_leaves(root).items()}
+
+
+def copy_state(source: Any, target: Any) -> None:
+    """Puts copies of all arrays of an object into an object of the same kind."""
+    for own, other in zip(find_slots(target), find_slots(source), strict=True):
+        own.write([jnp.copy(leaf) for leaf in other.read()])
 
 
 def to_numpy(leaf: Any) -> np.ndarray:

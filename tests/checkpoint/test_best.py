@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import armillary
-from armillary import _cli
 from armillary.checkpoint import Checkpoint, CheckpointManager, _folder, _writer
 from armillary.errors import CheckpointError
 from armillary.report import _page
 from armillary.report._run_files import read_run
+from tests.command import run_command
 from tests.controller.loops import Loops
 from tests.mistakes import mistakes
 
@@ -219,11 +219,11 @@ def test_a_controller_saves_a_new_best_and_restores_it(tmp_path, capsys, monkeyp
         ["checkpoint", "show", manager.best_checkpoint],
         ["runs", str(tmp_path)],
     ):
-        assert _cli.main(words) == 0
+        assert run_command(words) == 0
         assert best in capsys.readouterr().out
-    assert _cli.main(["checkpoint", "show", f"{tmp_path}/run/checkpoint_60"]) == 0
+    assert run_command(["checkpoint", "show", f"{tmp_path}/run/checkpoint_60"]) == 0
     assert "best" not in capsys.readouterr().out
-    assert _cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert run_command(["runs", str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
     assert (run["best"]["checkpoint"], run["best"]["value"]) == (
         manager.best_checkpoint,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from armillary import _cli
 from armillary.actions import NewBestMetric
 from armillary.checkpoint import Checkpoint, CheckpointManager
+from tests.command import run_command
 
 LONG = "a_name_that_does_not_fit_into_a_line_of_a_terminal_" * 3
 
@@ -39,7 +39,7 @@ def rows_of(printed):
 
 def test_a_checkpoint(run_dir, capsys):
     path = run_dir / "checkpoint_7"
-    assert _cli.main(["checkpoint", "show", str(path)]) == 0
+    assert run_command(["checkpoint", "show", str(path)]) == 0
 
     printed = capsys.readouterr().out
     assert printed.startswith(f"{path}: step 7, 20")
@@ -54,7 +54,7 @@ def test_a_checkpoint(run_dir, capsys):
 
 def test_a_directory(run_dir, capsys):
     (run_dir / "checkpoint_9").mkdir()
-    assert _cli.main(["checkpoint", "show", str(run_dir)]) == 0
+    assert run_command(["checkpoint", "show", str(run_dir)]) == 0
 
     printed = capsys.readouterr().out
     first, second = rows_of(printed)
@@ -78,7 +78,7 @@ def test_mistakes_are_explained(words, message, run_dir, monkeypatch, capsys):
     monkeypatch.chdir(run_dir.parent)
 
     with pytest.raises(SystemExit) as raised:
-        _cli.main(["checkpoint", *words])
+        run_command(["checkpoint", *words])
 
     assert raised.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())

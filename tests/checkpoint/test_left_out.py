@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import armillary
-from armillary import _cli
 from armillary.checkpoint import _digests
 from armillary.checkpoint._arrays import read_arrays
 from armillary.checkpoint._checksums import CHECKSUM_FILE, write_checksums
@@ -22,6 +21,7 @@ from armillary.checkpoint._content import MANIFEST
 from armillary.checkpoint._digests import compute_digests
 from armillary.checkpoint._folder import HEADER
 from armillary.errors import CheckpointError, CheckpointMismatchError
+from tests.command import run_command
 
 
 def make_program(seed=0, head=0.0):
@@ -131,7 +131,7 @@ def test_a_checkpoint_has_no_values_of_what_is_left_out(saved, capsys):
     size = sum(f.stat().st_size for f in Path(saved).rglob("*") if f.is_file())
     assert size < 64 * 64 * 4
 
-    assert _cli.main(["checkpoint", "show", saved]) == 0
+    assert run_command(["checkpoint", "show", saved]) == 0
     printed = capsys.readouterr().out
     (head,) = [line for line in printed.splitlines() if "run/head" in line]
     (kernel,) = [line for line in printed.splitlines() if "run/base/kernel" in line]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import armillary
-from armillary import _cli
 from armillary.checkpoint._packed import find_names, pack, unpack
 from armillary.errors import CheckpointError, CheckpointMismatchError
+from tests.command import run_command
 from tests.mistakes import mistakes
 from tests.peers import run_together
 
@@ -152,7 +152,7 @@ def test_the_content_of_a_state_is_shown_by_dtype_and_shape(tmp_path, capsys):
     buffer = Buffer()
     buffer.play()
     path = armillary.Checkpoint(buffer=buffer).write(tmp_path / "saved")
-    assert _cli.main(["checkpoint", "show", path]) == 0
+    assert run_command(["checkpoint", "show", path]) == 0
     printed = capsys.readouterr().out
     assert '"rows": "float64 (600, 4)"' in printed
     assert '"key": "uint32 (624,)"' in printed

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from armillary import MirroredStrategy
-from armillary.data._layout import first_replicas
 from armillary.distribute import PerReplica, Strategy
 from tests.problems import Notes
 
@@ -49,7 +48,7 @@ def put_rows() -> PutRows:
         stacked = np.asarray(rows, getattr(rows, "dtype", np.float32))
         layout = strategy.layout
         return layout.wrap(
-            layout.place(stacked), first_replicas(num_active or len(stacked))
+            layout.place(stacked), tuple(range(num_active or len(stacked)))
         )
 
     return put

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 import armillary
 from armillary import ShardedStrategy
 from armillary.data import from_arrays
-from armillary.state._lift import find_slots
 from tests.problems import (
     Classifier,
     make_digits,
+    read_leaves,
 )
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -89,8 +89,4 @@ class Linear(armillary.StandardTrainer):
 
 
 def specs_of(root):
-    return {
-        path: leaf.sharding.spec
-        for slot in find_slots(root)
-        for path, leaf in zip(slot.paths, slot.read(), strict=True)
-    }
+    return {path: leaf.sharding.spec for path, leaf in read_leaves(root).items()}

@@ -8,9 +8,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary.state._lift import State
 from tests.patience import wait_until
-from tests.problems import MLP, Classifier
+from tests.problems import MLP, Classifier, read_leaves
 
 
 def make_trainer(strategy, **options):
@@ -32,9 +31,8 @@ def count_on(devices, shape):
 
 
 def state_arrays(trainer):
-    return [
-        leaf for leaf in State([(trainer, "")]).read() if isinstance(leaf, jax.Array)
-    ]
+    leaves = read_leaves(trainer).values()
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
 @pytest.mark.slow

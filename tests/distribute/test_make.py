@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import armillary
 from armillary import ShardedStrategy
 from armillary.errors import ReplicaContextError, StateStructureError
-from armillary.state._lift import find_slots
 from tests.mistakes import mistakes
+from tests.problems import read_leaves
 
 SIZE = 64
 X = np.random.default_rng(0).normal(size=(16, SIZE)).astype(np.float32)
@@ -66,13 +66,6 @@ def make_keras():
     return model
 
 
-def arrays_of(made):
-    """Returns the arrays of an object, by path."""
-    slots = find_slots(made, "")
-    pairs = [zip(slot.paths, slot.read(), strict=True) for slot in slots]
-    return {path: value for pair in pairs for path, value in pair}
-
-
 def as_numbers(value):
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(value) if is_key else value)
@@ -84,9 +77,9 @@ FRAMEWORKS = [make_nnx, make_linen, make_equinox, make_keras]
 @pytest.mark.parametrize("strategy", MAKERS)
 @pytest.mark.parametrize("make", FRAMEWORKS)
 def test_arrays_equal_the_arrays_of_the_constructor(make, strategy):
-    expected = arrays_of(make())
+    expected = read_leaves(make())
 
-    found = arrays_of(MAKERS[strategy]().make(make))
+    found = read_leaves(MAKERS[strategy]().make(make))
 
     assert found.keys() == expected.keys()
     assert len(found) >= 4
@@ -101,7 +94,7 @@ def test_arrays_equal_the_arrays_of_the_constructor(make, strategy):
 def test_arrays_are_divided_from_the_beginning(make):
     strategy = ShardedStrategy({"fsdp": 8})
 
-    found = arrays_of(strategy.make(make))
+    found = read_leaves(strategy.make(make))
 
     large = {path: x for path, x in found.items() if x.size >= 1024}
     assert large

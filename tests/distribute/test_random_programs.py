@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import armillary
-from armillary.data._layout import first_replicas
 from armillary.errors import ReplicaMismatchError
 from tests.distribute.random_programs import (
     SIZE,
@@ -63,7 +62,7 @@ def test_replicas_stay_equal_and_compute_what_one_would(
     rows = np.random.default_rng(seed).normal(size=(num_replicas, SIZE))
     layout = strategy.layout
     batch = layout.wrap(
-        layout.place(rows.astype(np.float32)), first_replicas(num_replicas)
+        layout.place(rows.astype(np.float32)), tuple(range(num_replicas))
     )
     if reduces:
         program = (*program, ("mean", -1))

@@ -15,7 +15,6 @@ from armillary import ShardedStrategy
 from armillary.data import InputOptions, from_arrays
 from armillary.distribute.program import _function_program
 from armillary.errors import StateStructureError
-from armillary.state._lift import find_slots
 from tests.distribute.sharded_trainers import (
     CUBE,
     FIRST_RULES,
@@ -31,6 +30,7 @@ from tests.problems import (
     Classifier,
     Metrics,
     make_digits,
+    read_leaves,
     read_state,
 )
 
@@ -51,7 +51,7 @@ class Evaluator(Metrics):
 
 
 def bytes_on_devices(root):
-    leaves = [leaf for slot in find_slots(root) for leaf in slot.read()]
+    leaves = read_leaves(root).values()
     data = [jax.random.key_data(x) if "key" in str(x.dtype) else x for x in leaves]
     total = sum(leaf.nbytes for leaf in data)
     held = dict.fromkeys(jax.devices(), 0)

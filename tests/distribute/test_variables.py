@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary import MirroredStrategy, get_replica_context
-from armillary.data._layout import first_replicas
 from armillary.distribute import VariableAggregation, VariableSynchronization
 from armillary.errors import ReplicaMismatchError
 from tests.tiers import slow_after_first
@@ -268,7 +267,7 @@ def test_integer_means_are_rounded_down(data, dtype):
     variable = nnx.Variable(jnp.zeros((), dtype), aggregation=VariableAggregation.MEAN)
     layout = strategy.layout
     rows = layout.wrap(
-        layout.place(np.asarray(values, dtype)), first_replicas(num_active)
+        layout.place(np.asarray(values, dtype)), tuple(range(num_active))
     )
     strategy.run(lambda x: variable.set_value(x), args=(rows,))
     assert variable[...].dtype == dtype

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from armillary import _cli
 from armillary.goodput import Category, read_goodput
 from armillary.goodput._journal import add_up
+from tests.command import run_command
 from tests.goodput.conftest import Attempt, write_entries
 
 
@@ -73,7 +73,7 @@ def test_a_run_is_found_in_its_directory_and_in_the_one_above(run_dir):
 
 
 def test_table(run_dir, capsys):
-    assert _cli.main(["goodput", str(run_dir)]) == 0
+    assert run_command(["goodput", str(run_dir)]) == 0
 
     printed = capsys.readouterr().out
     rows = [
@@ -98,7 +98,7 @@ def test_table(run_dir, capsys):
 
 
 def test_json(run_dir, capsys):
-    assert _cli.main(["goodput", "--json", str(run_dir.parent)]) == 0
+    assert run_command(["goodput", "--json", str(run_dir.parent)]) == 0
 
     record = json.loads(capsys.readouterr().out)
     seconds = record.pop("seconds")
@@ -130,7 +130,7 @@ def test_mistakes_are_explained(words, message, run_dir, monkeypatch, capsys):
     write_entries(run_dir.with_name("two"), *Attempt("a", 0.0, step=0).entries)
 
     with pytest.raises(SystemExit) as raised:
-        _cli.main(["goodput", *words])
+        run_command(["goodput", *words])
 
     assert raised.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())

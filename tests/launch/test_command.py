@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import armillary
-from armillary import _cli
 from armillary.launch import ExitCode, _command
+from tests.command import run_command
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def count_workers(job):
 
 
 def test_defaults(jobs):
-    assert _cli.main(["launch", "train.py"]) == 0
+    assert run_command(["launch", "train.py"]) == 0
     (job,) = jobs
     assert (count_workers(job), job.max_restarts, job.logs) == (1, 10, {})
     assert not job.has_evaluator
@@ -50,7 +50,7 @@ def test_defaults(jobs):
     ],
 )
 def test_arguments_after_the_script_are_the_scripts(jobs, words, arguments):
-    assert _cli.main(["launch", "--workers", "3", *words]) == 0
+    assert run_command(["launch", "--workers", "3", *words]) == 0
     assert jobs[0].arguments == arguments
     assert count_workers(jobs[0]) == 3
 
@@ -59,7 +59,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
     monkeypatch.setattr(_command, "find_gpus", lambda environment: list("0123456"))
     options = "--workers 2 --devices-per-worker 1 --max-restarts 4 --pause-seconds 0.5"
     options += " --grace-seconds 6 --log-dir logs --evaluator train.py"
-    _cli.main(["launch", *options.split()])
+    run_command(["launch", *options.split()])
     (job,) = jobs
     assert (count_workers(job), job.has_evaluator, job.max_restarts) == (2, True, 4)
     assert (job.pause_seconds, job.grace_seconds) == (0.5, 6.0)
@@ -117,7 +117,7 @@ def test_all_options_arrive(jobs, folder, monkeypatch):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(jobs, capsys, words, message):
     with pytest.raises(SystemExit) as raised:
-        _cli.main(["launch", *words.split()])
+        run_command(["launch", *words.split()])
     assert raised.value.code == ExitCode.USAGE
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert jobs == []
@@ -130,7 +130,7 @@ def test_a_worker_and_another_system_are_refused(monkeypatch, jobs, name, capsys
     else:
         monkeypatch.setenv(name, "{}")
     with pytest.raises(SystemExit):
-        _cli.main(["launch", "train.py"])
+        run_command(["launch", "train.py"])
     expected = {
         "TF_CONFIG": "is '{}', so",
         "platform": "is 'darwin', but `armillary launch`",
@@ -142,14 +142,14 @@ def test_a_worker_and_another_system_are_refused(monkeypatch, jobs, name, capsys
 def test_a_job_that_this_machine_refuses_leaves_no_logs(folder, monkeypatch, capsys):
     monkeypatch.setattr(_command, "find_gpus", lambda environment: ["0"])
     with pytest.raises(SystemExit):
-        _cli.main(["launch", "--workers", "2", "--log-dir", "logs", "train.py"])
+        run_command(["launch", "--workers", "2", "--log-dir", "logs", "train.py"])
     assert "but this machine offers 1 GPUs (0)" in capsys.readouterr().err
     assert not (folder / "logs").exists()
 
 
 def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "")
-    assert _cli.main(["launch", "train.py"]) == 0
+    assert run_command(["launch", "train.py"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
 )
 def test_without_a_command_there_is_help(capsys, words, code, expected):
     try:
-        found = _cli.main(words)
+        found = run_command(words)
     except SystemExit as ended:
         found = ended.code
     assert found == code

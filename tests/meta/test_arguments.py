@@ -22,7 +22,6 @@ import pytest
 
 import armillary
 from armillary import data
-from armillary._checks import list_lines
 from tests.meta.argument_values import (
     DERIVED,
     GIVEN,
@@ -274,7 +273,7 @@ def test_every_value_is_taken_or_refused_by_name(name):
             problem = find_problem(name, parameter, value)
             if problem is not None:
                 problems.append(f"{parameter.name}={kind}: {problem}")
-    assert not problems, list_lines(problems)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("name", CALLABLES)

@@ -10,8 +10,8 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from armillary import metrics
-from armillary.state._lift import find_slots
 from tests.mistakes import mistakes
+from tests.problems import read_leaves
 from tests.tiers import slow_after_first
 
 LOGITS = jnp.array([[0.1, 0.9, 0.0], [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]])
@@ -156,5 +156,5 @@ def test_scores_in_few_buckets_are_reported(caplog):
 
 @pytest.mark.parametrize("metric", [metrics.AUC(), metrics.MeanSquaredError()])
 def test_state_is_nothing_but_small_integers(metric):
-    leaves = [leaf for slot in find_slots(metric) for leaf in slot.read()]
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("int32")}
+    leaves = read_leaves(metric)
+    assert {leaf.dtype for leaf in leaves.values()} == {jnp.dtype("int32")}

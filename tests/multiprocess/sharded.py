@@ -14,8 +14,7 @@ import armillary
 from armillary.data import InputOptions, from_arrays
 from armillary.distribute._global_arrays import as_local
 from armillary.plan import plan
-from armillary.state._lift import find_slots
-from tests.problems import Classifier, make_digits
+from tests.problems import Classifier, make_digits, read_leaves
 
 SHAPE = {"fsdp": 2, "tensor": 2}
 RULES = {
@@ -292,11 +291,7 @@ def sharded(run_dir: str) -> dict[str, Any]:
 
 def read(root: Any) -> dict[str, np.ndarray]:
     """Returns a copy of every array, also of those that are divided."""
-    leaves = {
-        path: as_local(leaf)
-        for slot in find_slots(root)
-        for path, leaf in zip(slot.paths, slot.read(), strict=True)
-    }
+    leaves = {path: as_local(leaf) for path, leaf in read_leaves(root).items()}
     return {
         path: np.array(jax.random.key_data(x) if "key" in str(x.dtype) else x)
         for path, x in leaves.items()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from armillary import _cli
 from armillary.project._command import check_new_folder, write_project
+from tests.command import run_command
 from tests.environment import REPOSITORY, forget_devices
 from tests.patience import patience
 from tests.tiers import slow_after_first
@@ -49,7 +49,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command_writes_a_project_and_names_the_next_steps(tmp_path, capsys):
     folder = tmp_path / "new" / NAME
-    assert _cli.main(["new", str(folder)]) == 0
+    assert run_command(["new", str(folder)]) == 0
     output = capsys.readouterr().out
     line = "pip install -e . pytest  # in the environment where Armillary is installed"
     assert f"  cd {folder}\n  {line}\n" in output
@@ -63,7 +63,7 @@ def test_the_command_writes_a_project_and_names_the_next_steps(tmp_path, capsys)
 def test_an_empty_directory_is_taken(tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path / NAME)
-    assert _cli.main(["new", "."]) == 0
+    assert run_command(["new", "."]) == 0
     assert (tmp_path / NAME / NAME / "main.py").is_file()
 
 
@@ -146,7 +146,7 @@ def test_names_that_cannot_be(tmp_path, capsys, name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_new_folder(tmp_path / name)
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["new", str(tmp_path / name)])
+        run_command(["new", str(tmp_path / name)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / name).exists()

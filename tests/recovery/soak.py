@@ -299,7 +299,8 @@ class Job:
 
 def audit(directory: Path) -> float:
     """Returns which share of a run's time its journal does not account for, once."""
-    from armillary.goodput._journal import FILE_NAME, read_entries, read_goodput
+    from armillary.goodput import read_goodput
+    from armillary.goodput._journal import FILE_NAME, read_entries
 
     entries = read_entries(directory / FILE_NAME)
     attempts = [list(lines) for _, lines in groupby(entries, lambda e: e.attempt)]

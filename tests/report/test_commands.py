@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from armillary import _cli
 from armillary.goodput import Category
 from armillary.report import _page
 from armillary.report._run_files import read_run
+from tests.command import run_command
 from tests.patience import patience
 from tests.report.conftest import make_start, make_train, write_lines
 
@@ -21,7 +21,7 @@ def page(crashed, short, tmp_path):
     """Returns the page of two runs, without the code of Plotly."""
     pytest.importorskip("plotly")
     path = tmp_path / "pages" / "report.html"
-    assert _cli.main(["report", str(crashed), str(short), "--output", str(path)]) == 0
+    assert run_command(["report", str(crashed), str(short), "--output", str(path)]) == 0
     text = path.read_text()
     assert len(text) < 2 * 2**20
     return re.sub(r'<script type="text/plain".*?</script>', "", text, count=1)
@@ -91,7 +91,7 @@ def test_a_browser_draws_it(crashed, short, tmp_path):
     if browser is None:
         pytest.skip("needs Chromium")
     path = tmp_path / "report.html"
-    assert _cli.main(["report", str(crashed), str(short), "--output", str(path)]) == 0
+    assert run_command(["report", str(crashed), str(short), "--output", str(path)]) == 0
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     options += ["--disable-background-networking", "--disable-component-update"]
     options += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]
@@ -158,13 +158,13 @@ def test_names_from_elsewhere_do_nothing_to_a_terminal(tmp_path, capsys, monkeyp
         "values": {"\x1b[2J[/nope]": 0.5},
     }
     write_lines(run / "metrics.jsonl", [make_start(1.0, 0), metric])
-    assert _cli.main(["runs", str(tmp_path)]) == 0
+    assert run_command(["runs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     shown = r"\x1b[2J[red]a&b\udcff"
     assert shown in printed and r"train \x1b[2J[/nope] 0.5" in printed
     pytest.importorskip("plotly")
     page = tmp_path / "report.html"
-    assert _cli.main(["report", str(run), "--output", str(page)]) == 0
+    assert run_command(["report", str(run), "--output", str(page)]) == 0
     assert capsys.readouterr().out == f"{page} shows {shown}.\n"
     assert r"[red]a&amp;b\udcff</h1>" in page.read_text()
 
@@ -179,7 +179,7 @@ def test_long_curves_keep_their_extremes():
 
 
 def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
-    assert _cli.main(["runs", str(tmp_path)]) == 0
+    assert run_command(["runs", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     # A line each: what was evaluated first, and what follows as far as it fits.
     assert re.search(
@@ -190,7 +190,7 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
     assert len(lines) == 6 and len(max(lines, key=len)) <= 100
     with open(short / "metrics.jsonl", "a") as file:
         json.dump(make_train(2004.0, 4, "NaN"), file)
-    assert _cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert run_command(["runs", str(tmp_path), "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["run"], first["step"], first["attempts"]) == ("crashed", 40, 2)
     assert first["values"]["eval test/accuracy"] == 0.5
@@ -213,6 +213,6 @@ def test_runs_as_a_table_and_as_json(crashed, short, tmp_path, capsys):
 )
 def test_mistakes_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(words)
+        run_command(words)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
