@@ -72,15 +72,29 @@ class _Use:
     """
 
     def __init__(self, changed: tuple[int, ...], types: Sequence[Any]) -> None:
+        num_changed = len(changed)
+        num_arrays = len(types)
         self.changed = changed
         self.new = {index: number for number, index in enumerate(changed)}
-        self.donated = [i for i in changed if types[i].ndim]
-        read = [i for i in range(len(types)) if i not in self.new]
-        scalars = [i for i in changed if not types[i].ndim]
+
+        self.donated: list[int] = []
+        scalars: list[int] = []
+        for index in changed:
+            is_scalar = types[index].ndim == 0
+            if is_scalar:
+                scalars.append(index)
+            else:
+                self.donated.append(index)
+        read = [index for index in range(num_arrays) if index not in self.new]
         self.others = [*read, *scalars]
         self.pick_donated = _make_picker(self.donated)
         self.pick_others = _make_picker(self.others)
-        sources = [self.new.get(i, len(changed) + i) for i in range(len(types))]
+
+        # The new values come first, so an old value is `num_changed` places later.
+        sources: list[int] = []
+        for index in range(num_arrays):
+            old_source = num_changed + index
+            sources.append(self.new.get(index, old_source))
         self.pick_given = _make_picker(sources)
 
 
@@ -119,23 +133,29 @@ class FlatState:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in map(as_array, state.read())
         ]
-        self.arrays: list[Any] = [None] * len(state.paths)
+        num_arrays = len(state.paths)
+        self.arrays: list[Any] = [None] * num_arrays
 
-        # Some strategies keep arrays elsewhere between programs, such as on the host.
+        # An array has up to three shardings: inside of a step, as an input or output of
+        # a program, and at home between programs. Most strategies have all three alike.
+        # Some keep arrays elsewhere between programs, such as on the host.
         placement = strategy.placement
         self._in_step = list(placement.state_shardings(state))
         self._shardings = list(self._in_step)
         self._homes = [placement.home or sharding for sharding in self._shardings]
+
         # Arrays that the user keeps in the memory of the host.
         self._kept: set[int] = set()
         # Among these, the arrays that programs take and return there.
         self._on_host: list[int] = []
         if placement.home is None:
             self._keep_on_host(state.read())
-        pairs = zip(self._homes, self._shardings, strict=True)
-        self._is_moved = [home != sharding for home, sharding in pairs]
+
+        homes_and_shardings = zip(self._homes, self._shardings, strict=True)
+        self._is_moved = [home != sharding for home, sharding in homes_and_shardings]
         self._moves = any(self._is_moved)
 
+        # No program has run yet, so none has changed an array.
         self._use = _Use((), self.types)
         # Whether `arrays` are newer than the slots.
         self._is_ahead = False
@@ -157,10 +177,11 @@ class FlatState:
                 continue
             self._kept.add(i)
             sharding = self._in_step[i] or leaf.sharding
-            self._homes[i] = sharding.with_memory_kind(PINNED_HOST)
+            home = sharding.with_memory_kind(PINNED_HOST)
+            self._homes[i] = home
             if PROGRAMS_MOVE_MEMORY:
                 self._on_host.append(i)
-                self._shardings[i] = self._homes[i]
+                self._shardings[i] = home
             else:
                 self._shardings[i] = sharding.with_memory_kind("device")
 
@@ -180,16 +201,21 @@ class FlatState:
             slot, _, _ = place
             is_variable = slot.is_leaf and slot.variable is not None
             if is_variable:
-                by_library.setdefault(adapter_of(slot.variable), []).append(place)
+                adapter = adapter_of(slot.variable)
+                by_library.setdefault(adapter, []).append(place)
             else:
                 others.append(place)
-        leaf_places = [place for places in by_library.values() for place in places]
+
+        leaf_places: list[_Place] = []
+        self._variables: list[tuple[Adapter, list[Any]]] = []
+        for adapter, places in by_library.items():
+            leaf_places += places
+            variables = [slot.variable for slot, _, _ in places]
+            self._variables.append((adapter, variables))
+
         self._places = [*leaf_places, *others]
+        # The index of the one array of each variable.
         self._leaves = [start for _, start, _ in leaf_places]
-        self._variables = [
-            (adapter, [slot.variable for slot, _, _ in places])
-            for adapter, places in by_library.items()
-        ]
         self._has_looked = False
         self._find_written()
 
@@ -200,19 +226,23 @@ class FlatState:
         """
         new = self._use.new
         self._written: list[_Written] = []
-        first = 0
+        number = 0  # of the place, over all libraries
         for adapter, variables in self._variables:
-            last = first + len(variables)
-            numbers = [n for n in range(first, last) if self._leaves[n] in new]
-            written = [variables[n - first] for n in numbers]
-            indices = [self._leaves[n] for n in numbers]
-            self._written.append(_Written(adapter, written, numbers, indices))
-            first = last
+            written = _Written(adapter, variables=[], numbers=[], indices=[])
+            for variable in variables:
+                index = self._leaves[number]
+                if index in new:
+                    written.variables.append(variable)
+                    written.numbers.append(number)
+                    written.indices.append(index)
+                number += 1
+            self._written.append(written)
 
         # A program may write only some arrays of a place.
         self._containers: list[tuple[int, list[int]]] = []
-        first = len(self._leaves)
-        for number, (_, start, stop) in enumerate(self._places[first:], first):
+        num_variables = len(self._leaves)
+        places = self._places[num_variables:]
+        for number, (_, start, stop) in enumerate(places, start=num_variables):
             offsets = [i - start for i in range(start, stop) if i in new]
             if offsets:
                 self._containers.append((number, offsets))
@@ -239,7 +269,7 @@ class FlatState:
     def _may_keep(self, arrays: Iterable[tuple[int, Any]]) -> bool:
         """Returns whether the user has moved one of some arrays to the host."""
         if self.strategy.placement.home is not None:
-            return False
+            return False  # The strategy moves them home after each program anyway.
         return any(is_on_host(leaf) and i not in self._kept for i, leaf in arrays)
 
     @contextlib.contextmanager
@@ -258,10 +288,13 @@ class FlatState:
         others = use.pick_others(self.arrays)
         if not self._moves:
             return donated, others
+
+        donated_shardings = use.pick_donated(self._shardings)
+        other_shardings = use.pick_others(self._shardings)
         # Copies, because a move may share memory with the array that stays at home.
         copies = use.pick_donated(self._is_moved)
-        donated = _put(donated, use.pick_donated(self._shardings), copies)
-        others = _put(others, use.pick_others(self._shardings))
+        donated = _put(donated, donated_shardings, copies)
+        others = _put(others, other_shardings)
         return donated, others
 
     def settle(self, changed: tuple[int, ...]) -> None:
@@ -282,11 +315,14 @@ class FlatState:
         before = self._use
         self._use = _Use(changed, self.types)
         self._find_written()
-        for i in set(self._use.donated).difference(before.donated):
+
+        newly_donated = set(self._use.donated).difference(before.donated)
+        for i in newly_donated:
             # A new trace may change an array that the last program only read, so it may
             # be the user's own.
-            if self.arrays[i] is not None:
-                [self.arrays[i]] = _copy([self.arrays[i]])
+            array = self.arrays[i]
+            if array is not None:
+                [self.arrays[i]] = _copy([array])
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
@@ -294,8 +330,9 @@ class FlatState:
         """Returns the arrays that `take` divided, in the order of the slots."""
         use = _Use(changed, self.types)
         order = [*use.donated, *use.others]
-        arrays = dict(zip(order, [*donated, *others], strict=True))
-        return [arrays[i] for i in range(len(order))]
+        arrays = [*donated, *others]
+        by_index = dict(zip(order, arrays, strict=True))
+        return [by_index[i] for i in range(len(order))]
 
     @property
     def all_shardings(self) -> Sequence[Any]:
@@ -308,27 +345,30 @@ class FlatState:
 
     def bring(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns all arrays in the memory of the devices, for a step."""
+        space = jax.memory.Space.Device
         brought = list(arrays)
         for i in self._on_host:
-            brought[i] = _move(brought[i], self._in_step[i], jax.memory.Space.Device)
+            brought[i] = _move(brought[i], self._in_step[i], space)
         return brought
 
     def at_home(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns all arrays in their memory, outside of a program."""
-        homes = [
-            home if i in self._kept else None for i, home in enumerate(self._homes)
-        ]
+        homes: list[Any] = [None] * len(self._homes)
+        for i in self._kept:
+            homes[i] = self._homes[i]
         return _put(arrays, homes)
 
     def send_back(self, indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays with these indices in their memory, after a step."""
         if not self._on_host:
             return list(arrays)
+        space = jax.memory.Space.Host
         sent: list[Any] = []
         for i, array in zip(indices, arrays, strict=True):
-            is_kept = i in self._on_host
-            space = jax.memory.Space.Host
-            sent.append(_move(array, self._shardings[i], space) if is_kept else array)
+            if i in self._on_host:
+                sent.append(_move(array, self._shardings[i], space))
+            else:
+                sent.append(array)
         return sent
 
     def types_to_take(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
@@ -338,7 +378,9 @@ class FlatState:
             for kind, sharding in zip(self.types, self._shardings, strict=True)
         ]
         use = _Use(changed, types)
-        return list(use.pick_donated(types)), list(use.pick_others(types))
+        donated = use.pick_donated(types)
+        others = use.pick_others(types)
+        return list(donated), list(others)
 
     def owns(self, leaf: Any) -> bool:
         """Returns whether the next program may donate this array."""
@@ -420,8 +462,10 @@ class FlatState:
         donated = set(self._use.donated) if stale else set()
         values = [strong(value) for value in stale.values()]
         homes = [self._homes[i] for i in stale]
+        # A program may not donate an array of the user, only our copy of it.
         copies = [i in donated and not is_new(value) for i, value in stale.items()]
         placed = _put(values, homes, copies)
+
         moved: set[int] = set()
         for (i, value), array in zip(stale.items(), placed, strict=True):
             self.arrays[i] = array
@@ -435,9 +479,13 @@ class FlatState:
         if self._is_compared:
             return
         self._is_compared = True
+
+        # No process sees all of an array that processes share, so it is not compared.
+        whole: dict[str, Any] = {}
         arrays = map(as_array, self.state.read())
-        pairs = zip(self.state.paths, arrays, strict=True)
-        whole = {path: array for path, array in pairs if array.is_fully_addressable}
+        for path, array in zip(self.state.paths, arrays, strict=True):
+            if array.is_fully_addressable:
+                whole[path] = array
         check_same(self.strategy.peers, "state", whole)
 
     def _separate(self) -> set[int]:
@@ -452,6 +500,7 @@ class FlatState:
                 if id(arrays[i]) in own:
                     [arrays[i]] = _copy([arrays[i]])
                 own.add(id(arrays[i]))
+
         if own.isdisjoint(map(id, use.pick_others(arrays))):
             return set()  # the usual case
         moved = {i for i in use.others if id(arrays[i]) in own}
@@ -474,6 +523,7 @@ def _put(
     """Puts arrays on devices, some as copies; with `None`, they stay in place."""
     if not leaves:
         return []  # The usual case, and even an empty transfer takes time.
+
     copies = copies or [False] * len(leaves)
     copied = iter(_copy(list(itertools.compress(leaves, copies))))
     placed: list[jax.Array] = []
@@ -496,7 +546,8 @@ def _put(
         placed[n] = whole.copy() if is_copy else whole
 
     # In one call, because each call costs as much as a small array.
-    moved = jax.device_put([placed[n] for n in targets], list(targets.values()))
+    to_move = [placed[n] for n in targets]
+    moved = jax.device_put(to_move, list(targets.values()))
     for n, array in zip(targets, moved, strict=True):
         placed[n] = array
     return placed
@@ -507,7 +558,10 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     # `device_put` with `may_alias=False` copies only to the same devices: a move may
     # share memory. It also moves keys to the first device, so they are copied alone.
     plain = [array for array in arrays if not is_key(array)]
-    # For an array that spans processes, the sharding must be passed.
-    homes = [None if array.is_fully_addressable else array.sharding for array in plain]
+    homes: list[Any] = []
+    for array in plain:
+        # For an array that spans processes, the sharding must be passed.
+        spans_processes = not array.is_fully_addressable
+        homes.append(array.sharding if spans_processes else None)
     copied = iter(jax.device_put(plain, homes, may_alias=False))
     return [array.copy() if is_key(array) else next(copied) for array in arrays]

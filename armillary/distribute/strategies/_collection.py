@@ -58,9 +58,13 @@ def collect_at_use(
         if spec is None:
             facts.append(None)
             continue
-        missing = variable.aval.ndim - len(spec)
-        facts.append(Division((*spec, *[None] * missing)))
-    edited = _Editor(mesh, frozenset(batch_axes)).edit(program.jaxpr, facts)
+        # A spec may be shorter than the shape: the axes at its end are not divided.
+        num_missing = variable.aval.ndim - len(spec)
+        missing = [None] * num_missing
+        facts.append(Division((*spec, *missing)))
+
+    editor = _Editor(mesh, frozenset(batch_axes))
+    edited = editor.edit(program.jaxpr, facts)
     return core.ClosedJaxpr(edited.jaxpr, program.consts)
 
 
@@ -131,7 +135,9 @@ class _Editor:
         `early` has the constants to collect before a loop around the program.
         """
         if not any(inputs):
-            return _Edited(jaxpr, [None] * len(jaxpr.outvars), frozenset())
+            nothing: list[Fact] = [None] * len(jaxpr.outvars)
+            return _Edited(jaxpr, nothing, frozenset())
+
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
         # Variables that are a parameter, and the parameter.
         same: dict[Any, Any] = {}
@@ -139,10 +145,15 @@ class _Editor:
         early: set[int] = set()
 
         def resolve(atom: Any) -> Any:
-            return atom if isinstance(atom, core.Literal) else same.get(atom, atom)
+            """Returns the parameter that a variable is, or the variable itself."""
+            if isinstance(atom, core.Literal):
+                return atom
+            return same.get(atom, atom)
 
         def read(atom: Any) -> Fact:
-            return None if isinstance(atom, core.Literal) else known.get(atom)
+            if isinstance(atom, core.Literal):
+                return None
+            return known.get(atom)
 
         for equation in jaxpr.eqns:
             operands = list(map(resolve, equation.invars))
@@ -150,6 +161,7 @@ class _Editor:
             if not any(facts):
                 equations.append(equation)
                 continue
+
             call = self._edit_equation(equation, facts)
             known.update(zip(equation.outvars, call.results, strict=True))
             # A program may constrain a parameter itself. Then its result has no fact,
@@ -159,22 +171,24 @@ class _Editor:
                 if number is not None and known[result] is not None:
                     same[result] = operands[number]
 
-            for number, (fact, used) in enumerate(zip(facts, call.inputs, strict=True)):
-                if fact is not None and used is None:
-                    early |= fact.constants
-                    constraint = self._collect(operands[number], fact, equation)
-                    equations.append(constraint)
-                    (operands[number],) = constraint.outvars
+            for number, fact in enumerate(facts):
+                stays_divided = call.inputs[number] is not None
+                if fact is None or stays_divided:
+                    continue
+                early |= fact.constants
+                constraint = self._collect(operands[number], fact, equation)
+                equations.append(constraint)
+                (operands[number],) = constraint.outvars
             early |= call.early
             equations.append(call.equation.replace(invars=operands))
 
         outputs = list(map(resolve, jaxpr.outvars))
         edited = jaxpr.replace(eqns=equations, outvars=outputs)
-        return _Edited(edited, list(map(read, outputs)), frozenset(early))
+        results = list(map(read, outputs))
+        return _Edited(edited, results, frozenset(early))
 
     def _edit_equation(self, equation: Any, facts: list[Fact]) -> _Call:
         """Returns an operation with edited inner programs, and the facts it needs."""
-        nothing: list[Fact] = [None] * len(equation.outvars)
         name = equation.primitive.name
         calls: dict[str, Callable[[Any, list[Fact]], _Call]] = {
             "jit": self._edit_call,
@@ -188,11 +202,14 @@ class _Editor:
         if name in calls:
             call = calls[name](equation, facts)
             return call._replace(forwarded=find_forwarded(equation))
+
+        nothing: list[Fact] = [None] * len(equation.outvars)
         if name in _TAKES_DIVIDED:
             return _Call(equation, facts, nothing)
         results = follow(equation, facts)
-        if results is None:
-            return _Call(equation, [None] * len(facts), nothing)
+        if results is None:  # an unknown operation, which needs whole operands
+            collected: list[Fact] = [None] * len(facts)
+            return _Call(equation, collected, nothing)
         return _Call(equation, facts, results)
 
     def _collect(self, variable: Any, division: Division, user: Any) -> Any:
@@ -209,7 +226,9 @@ class _Editor:
         def constrain(array: Any) -> Any:
             return jax.lax.with_sharding_constraint(array, sharding)
 
-        (equation,) = jax.make_jaxpr(constrain)(variable.aval).eqns
+        # JAX has no public way to make an equation, so it is taken from a trace.
+        traced = jax.make_jaxpr(constrain)(variable.aval)
+        (equation,) = traced.eqns
         return equation.replace(invars=[variable], outvars=[result])
 
     def _hold_rows(self, body: Any, rows: Sequence[Fact]) -> Any:
@@ -217,6 +236,9 @@ class _Editor:
 
         Otherwise, XLA would collect a row before it removes the row's first axis. For
         that, it would copy this device's part of the whole stack into another layout.
+
+        The rows are the last inputs of a body. A new variable takes the place of each
+        row, and the first equations make the row from it.
         """
         variables = body.jaxpr.invars
         first = len(variables) - len(rows)
@@ -226,10 +248,13 @@ class _Editor:
             if row is None:
                 continue
             variable = variables[number]
-            inputs[number] = copy.copy(variable)
+            given = copy.copy(variable)
+            inputs[number] = given
             spec = PartitionSpec(*row.entries)
-            equations.append(self._constrain(inputs[number], variable, spec))
-        jaxpr = body.jaxpr.replace(invars=inputs, eqns=[*equations, *body.jaxpr.eqns])
+            equations.append(self._constrain(given, variable, spec))
+
+        equations += body.jaxpr.eqns
+        jaxpr = body.jaxpr.replace(invars=inputs, eqns=equations)
         return core.ClosedJaxpr(jaxpr, body.consts)
 
     def _edit_program(self, program: Any, inputs: Sequence[Fact]) -> _Edited:
@@ -248,18 +273,20 @@ class _Editor:
         return _Call(called, facts, edited.results, edited.early)
 
     def _edit_branches(self, equation: Any, facts: list[Fact]) -> _Call:
+        # The first operand is the number of the branch.
         _, *inputs = facts
-        branches = [
-            self._edit_program(branch, inputs) for branch in equation.params["branches"]
-        ]
-        programs = tuple(branch.jaxpr for branch in branches)
-        params = {**equation.params, "branches": programs}
-        return _Call(
-            equation.replace(params=params),
-            [None, *inputs],
-            _agreed([branch.results for branch in branches]),
-            frozenset().union(*(branch.early for branch in branches)),
-        )
+        programs: list[Any] = []
+        results: list[list[Fact]] = []
+        early: set[int] = set()
+        for branch in equation.params["branches"]:
+            edited = self._edit_program(branch, inputs)
+            programs.append(edited.jaxpr)
+            results.append(edited.results)
+            early |= edited.early
+
+        params = {**equation.params, "branches": tuple(programs)}
+        chosen = equation.replace(params=params)
+        return _Call(chosen, [None, *inputs], _agreed(results), frozenset(early))
 
     def _edit_while(self, equation: Any, facts: list[Fact]) -> _Call:
         """Edits the body of a loop, until the facts about its carry are stable."""
@@ -286,32 +313,43 @@ class _Editor:
         """Edits the body of a scan; a stack of parameters is collected row by row."""
         num_constants, num_carry = count_scan_operands(equation)
         num_whole = num_constants + num_carry
-        rows: list[Fact] = []
-        for stack in facts[num_whole:]:
-            # The loop takes rows of a stack, so devices cannot share its first axis.
-            is_kept = stack is not None and stack.entries[0] is None
-            rows.append(Division(stack.entries[1:]) if stack and is_kept else None)
+        whole = facts[:num_whole]
+        stacks = facts[num_whole:]
+        rows = list(map(_row_of, stacks))
 
         def edit(inputs: list[Fact]) -> _Edited:
             return self._edit_program(equation.params["jaxpr"], [*inputs, *rows])
 
         body, inputs = _settle(
             edit,
-            facts[:num_whole],
+            whole,
             num_constants,
             num_carry,
             is_own=is_called_by_library(equation),
         )
-        stacks: list[Fact] = []
-        for row in body.results[num_carry:]:
-            stacks.append(None if row is None else Division((None, *row.entries)))
-        used = [
-            None if row is None else stack
-            for row, stack in zip(rows, facts[num_whole:], strict=True)
-        ]
+        carry = inputs[num_constants:]
+        made = list(map(_stack_of, body.results[num_carry:]))
+        used: list[Fact] = []
+        for row, stack in zip(rows, stacks, strict=True):
+            used.append(None if row is None else stack)
+
         program = self._hold_rows(body.jaxpr, rows)
         edited = equation.replace(params={**equation.params, "jaxpr": program})
-        return _Call(edited, [*inputs, *used], [*inputs[num_constants:], *stacks])
+        return _Call(edited, [*inputs, *used], [*carry, *made])
+
+
+def _row_of(stack: Fact) -> Fact:
+    """Returns the division of a row of a stack; `None` if rows must be whole."""
+    if stack is None:
+        return None
+    first, *others = stack.entries
+    # The loop takes row by row, so devices cannot share the first axis.
+    return Division(tuple(others)) if first is None else None
+
+
+def _stack_of(row: Fact) -> Fact:
+    """Returns the division of a stack of such rows."""
+    return None if row is None else Division((None, *row.entries))
 
 
 def _settle(
@@ -333,27 +371,29 @@ def _settle(
     """
     kept = list(facts)
     while True:
-        constants = [
-            None if fact is None else Division(fact.entries, _own_number(i, is_own))
-            for i, fact in enumerate(kept[:num_constants])
-        ]
-        carry = [
-            None if fact is None else Division(fact.entries)
-            for fact in kept[num_constants:]
-        ]
-        body = edit([*constants, *carry])
+        inputs: list[Fact] = []
+        for number, fact in enumerate(kept):
+            if fact is None:
+                inputs.append(None)
+                continue
+            # A constant that the body uses comes back in `early`, by this number.
+            has_number = number < num_constants and not is_own
+            numbers = frozenset({number} if has_number else ())
+            inputs.append(Division(fact.entries, numbers))
+
+        body = edit(inputs)
+        carry = inputs[num_constants:]
         following = _agreed([carry, body.results[:num_carry]])
-        if not body.early and following == carry:
+        is_stable = not body.early and following == carry
+        if is_stable:
             return body, kept
+
+        # Each round takes facts away, so the loop ends.
         for number in body.early:
             kept[number] = None
         for number, fact in enumerate(following, start=num_constants):
             if fact is None:
                 kept[number] = None
-
-
-def _own_number(number: int, is_own: bool) -> frozenset[int]:
-    return frozenset() if is_own else frozenset({number})
 
 
 def _agreed(found: Sequence[Sequence[Fact]]) -> list[Fact]:

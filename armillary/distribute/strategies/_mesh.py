@@ -6,11 +6,12 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from armillary._checks import check_instance, check_positive_int
 from armillary._planned import has_stand_ins, is_planning
 from armillary.cluster._peers import Peers
+from armillary.distribute._global_arrays import make_auto_mesh
 from armillary.distribute.strategies._layouts import as_devices
 from armillary.distribute.strategies._multi_worker import order_devices
 
@@ -65,18 +66,25 @@ def make_mesh(argument: str, mesh: Any, devices: Any, dcn: Any, peers: Peers) ->
         arranged = own.devices
         names = own.axis_names
     else:
-        chosen = devices
-        if devices is None and not peers.is_alone:
-            chosen = order_devices(jax.devices())
-        elif devices is None and isinstance(mesh, Mapping) and has_stand_ins():
-            chosen = jax.local_devices()[: math.prod(mesh.values())]
+        chosen = _choose_devices(mesh, peers) if devices is None else devices
         found = as_devices("devices", chosen)
         sizes = _sizes_for(mesh, len(found))
         _check_count(argument, sizes, len(found), peers)
         arranged = _arrange(found, sizes, dcn or {})
-        names = tuple(sizes)
+        names = list(sizes)
+
     _check_processes("mesh" if devices is None else "devices", arranged, peers)
-    return Mesh(arranged, names, axis_types=(AxisType.Auto,) * len(names))
+    return make_auto_mesh(arranged, names)
+
+
+def _choose_devices(mesh: Mapping[str, int] | None, peers: Peers) -> Any:
+    """Returns the devices for a user who names none; `None` for all of this process."""
+    if not peers.is_alone:
+        return order_devices(jax.devices())
+    if mesh is not None and has_stand_ins():
+        # A plan has stand-ins for any mesh, and this mesh needs only some of them.
+        return jax.local_devices()[: math.prod(mesh.values())]
+    return None
 
 
 def choose_batch_axes(mesh: Mesh, batch_axes: Sequence[str] | None) -> tuple[str, ...]:
