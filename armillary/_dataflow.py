@@ -5,6 +5,7 @@ of an operation (`transfer`), and the facts where several ways meet (`join`). `D
 carries facts through calls, branches, loops and references.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,7 @@ from armillary._jaxpr import IDENTITIES, programs_in, source_line
 from armillary._passes import Pass, find_pass
 
 Fact = TypeVar("Fact")
+_Member = TypeVar("_Member")
 
 
 class Dataflow(Generic[Fact]):
@@ -111,6 +113,7 @@ class Dataflow(Generic[Fact]):
         is_map = name == "shard_map"
         if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
             return self._enter(equation, programs[0], operands)
+
         # The equation may use its programs in any way, so all facts are joined.
         everything = self.join(operands)
         for program in programs:
@@ -144,7 +147,11 @@ class Dataflow(Generic[Fact]):
         gained = self.decide(equation, decides)
         branches = equation.params["branches"]
         results = [self._enter(equation, branch, rest) for branch in branches]
-        return [self.join([*column, gained]) for column in zip(*results, strict=True)]
+
+        joined: list[Fact] = []
+        for of_branches in zip(*results, strict=True):
+            joined.append(self.join([*of_branches, gained]))
+        return joined
 
     def _follow_while(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         params = equation.params
@@ -161,30 +168,44 @@ class Dataflow(Generic[Fact]):
             if any(map(_is_reference, equation.invars)):
                 self._written = self.join([self._written, gained])
             made = self._enter(equation, body, [*body_constants, *carry])
-            now = [self.join([a, b, gained]) for a, b in zip(carry, made, strict=True)]
+
+            now: list[Fact] = []
+            for before, after in zip(carry, made, strict=True):
+                now.append(self.join([before, after, gained]))
             if now == carry:
                 return carry
             carry = now
 
     def _follow_solve(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        # The operands are the constants of each program, and then the right side. Only
+        # the program that solves makes results.
         lengths = equation.params["const_lengths"]
+        num_constants = sum(lengths)
         first = lengths.matvec + lengths.vecmat
-        constants = operands[first : first + lengths.solve]
-        inputs = [*constants, *operands[sum(lengths) :]]
-        return self._enter(equation, equation.params["jaxprs"].solve, inputs)
+        last = first + lengths.solve
+        inputs = [*operands[first:last], *operands[num_constants:]]
+        solve = equation.params["jaxprs"].solve
+        return self._enter(equation, solve, inputs)
 
     def _follow_scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         body = equation.params["jaxpr"]
         first, num_carry = count_scan_operands(equation)
         last = first + num_carry
+        constants = operands[:first]
         carry = operands[first:last]
+        rows = operands[last:]
         while True:
-            inputs = [*operands[:first], *carry, *operands[last:]]
-            made = self._enter(equation, body, inputs)
+            made = self._enter(equation, body, [*constants, *carry, *rows])
+            # The body returns the carry, and then the rows of its results.
             now = [self.join(pair) for pair in zip(carry, made, strict=False)]
             if now == carry:
-                return [*carry, *made[len(carry) :]]
+                return [*carry, *made[num_carry:]]
             carry = now
+
+
+def union(sets: Iterable[frozenset[_Member]]) -> frozenset[_Member]:
+    """Returns the members of all sets: the usual way to join facts that are sets."""
+    return frozenset(itertools.chain.from_iterable(sets))
 
 
 def _is_call(equation: Any, program: Any) -> bool:
@@ -265,15 +286,19 @@ class _Identities(Dataflow[frozenset[int]]):
         Parts may be joined in a different order.
         """
         params = equation.params
-        inputs = [
-            self.nothing if any(spec) else fact
-            for fact, spec in zip(operands, params["in_specs"], strict=True)
-        ]
+        inputs = self._keep_whole(operands, params["in_specs"])
         results = self._enter(equation, params["jaxpr"], inputs)
-        return [
-            self.nothing if any(spec) else fact
-            for fact, spec in zip(results, params["out_specs"], strict=True)
-        ]
+        return self._keep_whole(results, params["out_specs"])
+
+    def _keep_whole(
+        self, facts: Sequence[frozenset[int]], specs: Sequence[Any]
+    ) -> list[frozenset[int]]:
+        """Returns the facts about values that devices do not share, and no others."""
+        kept: list[frozenset[int]] = []
+        for fact, spec in zip(facts, specs, strict=True):
+            is_shared = any(spec)
+            kept.append(self.nothing if is_shared else fact)
+        return kept
 
 
 def find_forwarded(equation: Any) -> list[int | None]:
@@ -282,14 +307,14 @@ def find_forwarded(equation: Any) -> list[int | None]:
     A loop or a call that returns an operand makes a new variable for it. `None` is for
     results that are computed.
     """
-    own = [frozenset({number}) for number in range(len(equation.invars))]
+    operands = equation.invars
+    own = [frozenset({number}) for number in range(len(operands))]
     facts = _Identities().follow(equation, own)
     forwarded: list[int | None] = []
     for fact, result in zip(facts, equation.outvars, strict=True):
         number = next(iter(fact)) if len(fact) == 1 else _COMPUTED
         is_equal = (
-            number != _COMPUTED
-            and equation.invars[number].aval.shape == result.aval.shape
+            number != _COMPUTED and operands[number].aval.shape == result.aval.shape
         )
         forwarded.append(number if is_equal else None)
     return forwarded
@@ -303,8 +328,11 @@ def find_unchanged(program: core.ClosedJaxpr, numbers: Sequence[int]) -> list[bo
     """
     inputs = program.jaxpr.invars
     outputs = program.jaxpr.outvars
-    facts = _Identities().run(program, [frozenset({i}) for i in range(len(inputs))])
-    return [
-        fact == {number} and output.aval.shape == inputs[number].aval.shape
-        for number, fact, output in zip(numbers, facts, outputs, strict=False)
-    ]
+    own = [frozenset({number}) for number in range(len(inputs))]
+    facts = _Identities().run(program, own)
+
+    is_unchanged: list[bool] = []
+    for number, fact, output in zip(numbers, facts, outputs, strict=False):
+        has_same_shape = output.aval.shape == inputs[number].aval.shape
+        is_unchanged.append(fact == {number} and has_same_shape)
+    return is_unchanged

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from armillary._dataflow import union
 from armillary._jaxpr import walk_equations
 from armillary.distribute.analysis._example_axes import axes_of_result
 from armillary.distribute.analysis._operations import DRAWS
@@ -71,9 +72,8 @@ def find_shared_draws(
         inputs: The origins of its inputs.
         axis_name: The axis of replicas.
     """
-    if not any(
-        equation.primitive.name in DRAWS for equation in walk_equations(program)
-    ):
+    names = {equation.primitive.name for equation in walk_equations(program)}
+    if names.isdisjoint(DRAWS):
         return []
     analysis = _DrawDataflow(axis_name)
     analysis.run(program, inputs)
@@ -99,9 +99,9 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
             return several.pop() if several else SHARED
         return Origin(
             is_own=any(origin.is_own for origin in several),
-            examples=frozenset().union(*(origin.examples for origin in several)),
-            lines=frozenset().union(*(origin.lines for origin in several)),
-            numbers=frozenset().union(*(origin.numbers for origin in several)),
+            examples=union(origin.examples for origin in several),
+            lines=union(origin.lines for origin in several),
+            numbers=union(origin.numbers for origin in several),
             is_meant=any(origin.is_meant for origin in several),
             is_gradient=any(origin.is_gradient for origin in several),
         )
@@ -125,7 +125,8 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
         return Origin(is_own=True)
 
     def follow_draw(self, equation: Any, operands: list[Origin]) -> list[Origin]:
-        return [self._draw(equation, operands[0])] * len(equation.outvars)
+        key = operands[0]
+        return [self._draw(equation, key)] * len(equation.outvars)
 
     def _draw(self, equation: Any, key: Origin) -> Origin:
         """Returns the origin of random numbers that are drawn from a key."""
@@ -133,9 +134,11 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
             return Origin(is_own=key.is_own, is_meant=key.is_meant)
         line = self.line(equation)
         shape = equation.outvars[-1].aval.shape
-        axes = [axis - len(shape) for axis, size in enumerate(shape) if size > 1]
-        numbers = frozenset((line, axis) for axis in axes)
-        return Origin(lines=frozenset({line}), numbers=numbers)
+        numbers: set[tuple[str, int]] = set()
+        for axis, size in enumerate(shape):
+            if size > 1:
+                numbers.add((line, axis - len(shape)))
+        return Origin(lines=frozenset({line}), numbers=frozenset(numbers))
 
     def _reduce(self, equation: Any, operand: Origin) -> Origin:
         """Notes a reduction of random numbers that are equal on all replicas."""
@@ -151,6 +154,7 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
         """Returns the origin of a result; notes numbers along an axis of examples."""
         both = self.join(operands)
         is_gradient = both.is_gradient or self.is_backward(equation)
+        # The axes of the result along which there are numbers and examples.
         numbers: set[tuple[str, int]] = set()
         examples: set[int] = set()
         for index, operand in enumerate(operands):
@@ -161,6 +165,7 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
             for line, axis in operand.numbers:
                 for new_axis in axes_of_result(equation, index, axis):
                     numbers.add((line, new_axis))
+
         if not both.is_own:
             return both._replace(numbers=frozenset(numbers), is_gradient=is_gradient)
 
@@ -177,4 +182,5 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
 
     def _note(self, lines: Iterable[str], equation: Any) -> None:
         """Notes that an operation uses numbers that these lines have drawn."""
-        self.found.update(SharedDraw(line, self.line(equation)) for line in lines)
+        used_at = self.line(equation)
+        self.found.update(SharedDraw(line, used_at) for line in lines)

@@ -14,12 +14,19 @@ _SAME_AXES = (
     *("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),
     *("select_and_gather_add", "select_and_scatter_add"),
 )
-# Operations without some axes of their operand, and the parameter that names these.
+# Operations whose result lacks some axes of their operand, and the parameter that names
+# these axes.
 _REMOVED = {
     "squeeze": "dimensions",
-    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_max", "reduce_min"), "axes"),
-    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), "axes"),
-    **dict.fromkeys(("argmax", "argmin"), "axes"),
+    "reduce_sum": "axes",
+    "reduce_prod": "axes",
+    "reduce_max": "axes",
+    "reduce_min": "axes",
+    "reduce_and": "axes",
+    "reduce_or": "axes",
+    "reduce_xor": "axes",
+    "argmax": "axes",
+    "argmin": "axes",
 }
 
 
@@ -53,8 +60,10 @@ def axes_of_result(equation: Any, index: int, axis: int) -> Iterator[int]:
     elif name == "dot_general":
         yield from _axes_of_product(equation, index, place)
     elif name == "conv_general_dilated":
+        # A spec begins with the axis of the batch. A kernel has no such axis.
         numbers = params["dimension_numbers"]
-        if index == 0 and place == numbers.lhs_spec[0]:
+        is_batch = index == 0 and place == numbers.lhs_spec[0]
+        if is_batch:
             yield numbers.out_spec[0] - len(result)
     elif name == "gather":
         yield from _axes_of_gathered(equation, index, place)
@@ -88,35 +97,40 @@ def _axes_of_reshaped(
     """
     step = math.prod(shape[place + 1 :])
     end = step * shape[place]
-    for target in range(len(result)):
+    num_axes = len(result)
+    for target in range(num_axes):
         new_step = math.prod(result[target + 1 :])
         new_end = new_step * result[target]
-        if max(step, new_step) < min(end, new_end):
-            yield target - len(result)
+        overlaps = max(step, new_step) < min(end, new_end)
+        if overlaps:
+            yield target - num_axes
 
 
 def _axes_of_gathered(equation: Any, index: int, place: int) -> Iterator[int]:
     """Yields the axis of gathered values, of an axis of the operand or the indices."""
     numbers = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
-    result = equation.outvars[0].aval.shape
+    num_axes = equation.outvars[0].aval.ndim
     # The axes of the result are axes of the indices, or of the gathered windows.
     of_windows = numbers.offset_dims
-    of_indices = [axis for axis in range(len(result)) if axis not in of_windows]
+    of_indices = [axis for axis in range(num_axes) if axis not in of_windows]
     batching = _batching_of(numbers, "operand")
+
     if index == 1:
         # The last axis of the indices is the axis of coordinates.
-        if place < len(of_indices):
-            yield of_indices[place] - len(result)
+        is_coordinates = place >= len(of_indices)
+        if not is_coordinates:
+            yield of_indices[place] - num_axes
     elif place in batching:
-        paired = _batching_of(numbers, "start_indices")[batching.index(place)]
-        yield of_indices[paired] - len(result)
+        batching_of_indices = _batching_of(numbers, "start_indices")
+        paired = batching_of_indices[batching.index(place)]
+        yield of_indices[paired] - num_axes
     elif equation.params["slice_sizes"][place] == shape[place]:
         # A window with the full axis has all examples.
         gone = (*numbers.collapsed_slice_dims, *batching)
         windows = [axis for axis in range(len(shape)) if axis not in gone]
         if place in windows:
-            yield of_windows[windows.index(place)] - len(result)
+            yield of_windows[windows.index(place)] - num_axes
 
 
 def _axes_of_scattered(equation: Any, index: int, place: int) -> Iterator[int]:
@@ -124,23 +138,25 @@ def _axes_of_scattered(equation: Any, index: int, place: int) -> Iterator[int]:
 
     It is known only if each example is scattered into its own row.
     """
-    numbers = equation.params["dimension_numbers"]
-    result = equation.outvars[0].aval.shape
-    batching = _batching_of(numbers, "operand")
-    paired = _batching_of(numbers, "scatter_indices")
+    # The operands are the array, the indices, and the updates to scatter.
+    num_axes = equation.outvars[0].aval.ndim
     if index == 0:
-        yield place - len(result)
+        yield place - num_axes
         return
+
+    numbers = equation.params["dimension_numbers"]
     if index == 2:
         # From an axis of the updates to the axis of the indices that it follows.
         windows = numbers.update_window_dims
-        num_axes = equation.invars[2].aval.ndim
-        of_indices = [axis for axis in range(num_axes) if axis not in windows]
+        axes = range(equation.invars[2].aval.ndim)
+        of_indices = [axis for axis in axes if axis not in windows]
         if place not in of_indices:
             return
         place = of_indices.index(place)
+    batching = _batching_of(numbers, "operand")
+    paired = _batching_of(numbers, "scatter_indices")
     if place in paired:
-        yield batching[paired.index(place)] - len(result)
+        yield batching[paired.index(place)] - num_axes
 
 
 def _batching_of(numbers: Any, name: str) -> tuple[int, ...]:
@@ -151,18 +167,20 @@ def _batching_of(numbers: Any, name: str) -> tuple[int, ...]:
 def _axes_of_product(equation: Any, index: int, place: int) -> Iterator[int]:
     """Yields the axis of a product, unless the product sums over it."""
     contracted, batch = equation.params["dimension_numbers"]
-    result = equation.outvars[0].aval.shape
+    num_axes = equation.outvars[0].aval.ndim
     free: list[list[int]] = []
     for side in range(2):
         axes = range(equation.invars[side].aval.ndim)
         used = (*contracted[side], *batch[side])
         free.append([axis for axis in axes if axis not in used])
+    own_batch = list(batch[index])
+    own_free = free[index]
 
     # The result has the batch axes first, then the free axes of the two operands.
-    if place in batch[index]:
-        yield list(batch[index]).index(place) - len(result)
-    elif place in free[index]:
-        num_before = len(batch[0])
+    if place in own_batch:
+        yield own_batch.index(place) - num_axes
+    elif place in own_free:
+        num_before = len(own_batch)
         if index == 1:
             num_before += len(free[0])
-        yield num_before + free[index].index(place) - len(result)
+        yield num_before + own_free.index(place) - num_axes

@@ -123,13 +123,16 @@ def find_lost(
         is_all = all(operand.only(*kinds) for operand in own)
         return lost if is_all else both.only(LabelKind.OF_REDUCED)
 
+    is_product = name in PRODUCTS
     divided = [operand for operand in operands if operand.find(LabelKind.DIVIDED)]
     is_by_divisor = name == "div" and operands[1].find(LabelKind.DIVISOR)
-    if is_by_divisor or not all(operand.find(LabelKind.REDUCED) for operand in divided):
+    was_reduced_first = all(operand.find(LabelKind.REDUCED) for operand in divided)
+    if is_by_divisor or not was_reduced_first:
         lost |= both.only(LabelKind.REDUCED)  # divided after it was reduced
-    is_square = name in PRODUCTS and len(divided) == len(operands)
+
+    is_square = is_product and len(divided) == len(operands)
     if (is_report or is_square) and not is_backward:
         lost |= both.only(LabelKind.DIVIDED)
-    if name in PRODUCTS and all(operand.find(LabelKind.NOISED) for operand in operands):
+    if is_product and all(operand.find(LabelKind.NOISED) for operand in operands):
         lost |= both.only(LabelKind.NOISED)
     return lost

@@ -17,6 +17,7 @@ three things train on wrong pairs of examples, without an error in JAX::
 The axes of each value show this, as in `_draws`.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from armillary._dataflow import union
 from armillary._jaxpr import walk_equations
 from armillary.distribute.analysis._example_axes import axes_of_result
 from armillary.distribute.analysis._replica_dataflow import ReplicaDataflow
@@ -107,22 +109,26 @@ def find_positions(
     names = {equation.primitive.name for equation in walk_equations(program)}
     if not any(name.startswith(("all_gather", "gather")) for name in names):
         return []
-    inputs = [
-        _facts_of_share(variable.aval) if is_own else _INPUT
-        for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True)
-    ]
+
+    inputs: list[RowFacts] = []
+    for variable, is_own in zip(program.jaxpr.invars, is_split, strict=True):
+        inputs.append(_facts_of_share(variable.aval) if is_own else _INPUT)
     search = _PositionDataflow(axis_name)
     search.run(program, inputs)
-    return sorted(
-        search.found, key=lambda finding: (type(finding).__name__, finding.line)
-    )
+    return sorted(search.found, key=_kind_and_line)
+
+
+def _kind_and_line(finding: PositionFinding) -> tuple[str, str]:
+    return type(finding).__name__, finding.line
 
 
 def _facts_of_share(value: Any) -> RowFacts:
-    if not value.shape or value.shape[0] < 2:
-        return _INPUT
+    shape = value.shape
+    if not shape or shape[0] < 2:
+        return _INPUT  # A single example cannot be confused with another one.
+    first_axis = -len(shape)
     is_whole = jnp.issubdtype(value.dtype, jnp.integer)
-    return RowFacts(own=frozenset({-len(value.shape)}), is_index=is_whole)
+    return RowFacts(own=frozenset({first_axis}), is_index=is_whole)
 
 
 class _PositionDataflow(ReplicaDataflow[RowFacts]):
@@ -146,28 +152,26 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         if not isinstance(constant, np.ndarray):
             return _INPUT
         num_axes = constant.ndim
-        numbers = {
-            axis - num_axes for axis in range(num_axes) if _varies(constant, axis)
-        }
+        numbers: set[int] = set()
+        for axis in range(num_axes):
+            if _varies(constant, axis):
+                numbers.add(axis - num_axes)
         return _CONSTANT._replace(numbers=frozenset(numbers))
 
     def join(self, facts: Iterable[RowFacts]) -> RowFacts:
         several = set(facts)
         if len(several) < 2:
             return several.pop() if several else _CONSTANT
-        axes = {
-            name: frozenset().union(
-                *(getattr(row_facts, name) for row_facts in several)
-            )
-            for name in _AXES
-        }
+        axes: dict[str, frozenset[int]] = {}
+        for name in _AXES:
+            axes[name] = union(getattr(rows, name) for rows in several)
+        # A constant added to a number of the batch gives a number of the batch.
+        is_index = all(rows.is_index or rows.is_constant for rows in several)
         return RowFacts(
             **axes,
-            is_constant=all(row_facts.is_constant for row_facts in several),
-            is_index=all(
-                row_facts.is_index or row_facts.is_constant for row_facts in several
-            ),
-            is_row=any(row_facts.is_row for row_facts in several),
+            is_constant=all(rows.is_constant for rows in several),
+            is_index=is_index,
+            is_row=any(rows.is_row for rows in several),
         )
 
     def decide(self, equation: Any, decides: RowFacts) -> RowFacts:
@@ -181,10 +185,12 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         if by_ops or not is_gather:
             return [_INPUT] * len(equation.outvars)
         self._num_replicas = equation.params["axis_size"]
-        pairs = zip(equation.invars, operands, strict=True)
-        return [
-            _gather(equation, variable.aval.ndim, facts) for variable, facts in pairs
-        ]
+
+        results: list[RowFacts] = []
+        for variable, rows in zip(equation.invars, operands, strict=True):
+            num_axes = variable.aval.ndim
+            results.append(_gather(equation, num_axes, rows))
+        return results
 
     def follow_exchange(
         self, equation: Any, operands: list[RowFacts]
@@ -208,6 +214,7 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         both = self.join(operands)
         if not equation.outvars:  # as of a print
             return both
+
         moved = [_move(equation, i, facts) for i, facts in enumerate(operands)]
         if not self.is_backward(equation):
             self._look_at(equation, operands, moved)
@@ -215,17 +222,19 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         result = self.join(moved)
         if name == "concatenate":
             self._columns[equation.outvars[0]] = operands
-            result = result._replace(
-                joined=result.joined | _join_views(equation, operands)
-            )
+            joined = result.joined | _join_views(equation, operands)
+            result = result._replace(joined=joined)
         # A pair is noted where it is made, and not again where it is used.
         result = result._replace(picked=result.picked - result.own)
+
+        is_constant = both.is_constant
         is_of_indices = name in _OF_INDICES
+        keeps_row = both.is_row and is_of_indices
         return result._replace(
-            numbers=result.numbers if both.is_constant else frozenset(),
-            is_constant=both.is_constant,
-            is_index=both.is_index and not both.is_constant and is_of_indices,
-            is_row=(both.is_row and is_of_indices) or _finds_row(equation, operands),
+            numbers=result.numbers if is_constant else frozenset(),
+            is_constant=is_constant,
+            is_index=both.is_index and not is_constant and is_of_indices,
+            is_row=keeps_row or _finds_row(equation, operands),
         )
 
     def _look_at(
@@ -244,10 +253,13 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
             self.found.add(MixedRows(line))
         if name == "gather" and _chooses_rows(equation, operands):
             self.found.add(ChosenRows(line))
+
         if name.startswith(("gather", "scatter")):
             self._look_at_indices(equation, operands, line)
-        elif any(_pairs_by_number(a, b) for a in moved for b in moved if a is not b):
-            self.found.add(OwnNumbers(line))
+            return
+        for rows, other in itertools.permutations(moved, 2):
+            if _pairs_by_number(rows, other):
+                self.found.add(OwnNumbers(line))
 
     def _cuts_mixed(self, equation: Any, rows: RowFacts) -> bool:
         """Returns whether rows of several replicas are cut off, as if for one view."""
@@ -268,14 +280,17 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         num_axes = equation.invars[0].aval.ndim
         columns = self._columns_of(equation, operands[1])
         for axis, column in columns.items():
-            if axis - num_axes not in table.gathered or not column.is_constant:
+            is_gathered = axis - num_axes in table.gathered
+            if not is_gathered or not column.is_constant:
                 continue
-            for place, rows in _rows_of_indices(equation, columns):
-                if place == axis or not rows & column.numbers:
+            for other_axis, rows in _rows_of_indices(equation, columns):
+                # Only if the indices change from row to row, each row has its own.
+                is_for_each_row = bool(rows & column.numbers)
+                if other_axis == axis or not is_for_each_row:
                     continue
-                if place - num_axes in table.own:
+                if other_axis - num_axes in table.own:
                     self.found.add(OwnNumbers(line))
-                elif table.mixed and place not in columns:
+                elif table.mixed and other_axis not in columns:
                     self.found.add(MixedRows(line))
 
     def _columns_of(self, equation: Any, indices: RowFacts) -> dict[int, RowFacts]:
@@ -284,15 +299,19 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         is_gather = equation.primitive.name == "gather"
         name = "start_index_map" if is_gather else "scatter_dims_to_operand_dims"
         axes = getattr(numbers, name)
-        columns = [indices]
-        if len(axes) > 1:
-            columns = self._columns.get(equation.invars[1], [])
+        if len(axes) == 1:
+            return {axes[0]: indices}
+        # JAX concatenates the indices along several axes.
+        columns = self._columns.get(equation.invars[1], [])
         return dict(zip(axes, columns, strict=False))
 
 
 def _varies(value: np.ndarray, axis: int) -> bool:
     """Returns whether the numbers of an array change along an axis."""
-    return value.shape[axis] > 1 and bool((value != value.take([0], axis)).any())
+    if value.shape[axis] < 2:
+        return False
+    first = value.take([0], axis)
+    return bool((value != first).any())
 
 
 def _join_views(equation: Any, operands: list[RowFacts]) -> frozenset[int]:
@@ -304,19 +323,20 @@ def _join_views(equation: Any, operands: list[RowFacts]) -> frozenset[int]:
 
 def _gather(equation: Any, num_axes: int, facts: RowFacts) -> RowFacts:
     """Returns the facts about a value whose examples all replicas have gathered."""
-    params = equation.params
-    along = params["all_gather_dimension"]
+    along = equation.params["all_gather_dimension"]
+    is_tiled = equation.params["tiled"]
     gathered: set[int] = set()
     mixed: set[int] = set()
     for axis in facts.own | facts.joined:
         place = axis + num_axes
         num_result = num_axes
-        if not params["tiled"]:
-            # The replicas are a new axis.
-            place += place >= along
+        if is_tiled and place != along:
+            continue  # The examples lie along another axis than the replicas.
+        if not is_tiled:
+            # The replicas are a new axis, before which the other axes stay.
             num_result += 1
-        elif place != along:
-            continue
+            if place >= along:
+                place += 1
         gathered.add(place - num_result)
         if axis in facts.joined:
             mixed.add(place - num_result)
@@ -324,19 +344,20 @@ def _gather(equation: Any, num_axes: int, facts: RowFacts) -> RowFacts:
 
 
 def _number_rows(equation: Any) -> RowFacts:
+    """Returns the facts about the numbers from 0 along one axis (`iota`)."""
     shape = equation.outvars[0].aval.shape
     axis = equation.params["dimension"]
     if shape[axis] == 1:
         return _CONSTANT
-    return _CONSTANT._replace(numbers=frozenset({axis - len(shape)}))
+    from_last = axis - len(shape)
+    return _CONSTANT._replace(numbers=frozenset({from_last}))
 
 
 def _move(equation: Any, index: int, facts: RowFacts) -> RowFacts:
     """Returns the facts about an operand along the axes of the result."""
-    # A token has no shape.
     has_axes = any(getattr(facts, kind) for kind in _AXES)
     if not has_axes:
-        return facts
+        return facts  # Below, a token would have no shape.
     name = equation.primitive.name
     shape = equation.invars[index].aval.shape
     result = equation.outvars[0].aval.shape
@@ -345,9 +366,11 @@ def _move(equation: Any, index: int, facts: RowFacts) -> RowFacts:
         """Yields the new axes, and how much longer they are."""
         for axis in axes:
             if axis + len(shape) < 0:
-                continue
-            found = [axis] if name == "split" else axes_of_result(equation, index, axis)
-            for new_axis in found:
+                continue  # A loop has taken the value apart along this axis.
+            new_axes: Iterable[int] = [axis]
+            if name != "split":
+                new_axes = axes_of_result(equation, index, axis)
+            for new_axis in new_axes:
                 yield new_axis, result[new_axis] - shape[axis]
 
     def keep(axes: Iterable[int]) -> frozenset[int]:
@@ -358,7 +381,8 @@ def _move(equation: Any, index: int, facts: RowFacts) -> RowFacts:
 
     picked = keep(facts.picked)
     if name in _CUTS:
-        picked |= {axis for axis, gained in move(facts.gathered) if gained < 0}
+        shortened = {axis for axis, gained in move(facts.gathered) if gained < 0}
+        picked |= shortened
     return facts._replace(
         own=keep(facts.own),
         joined=keep(facts.joined),
@@ -372,10 +396,11 @@ def _move(equation: Any, index: int, facts: RowFacts) -> RowFacts:
 def _chooses_rows(equation: Any, operands: list[RowFacts]) -> bool:
     """Returns whether numbers of the batch choose among the rows of this replica."""
     rows, indices = operands
+    num_axes = equation.invars[0].aval.ndim
     axes = equation.params["dimension_numbers"].start_index_map
     if len(axes) != 1 or not indices.is_index:
         return False
-    return axes[0] - equation.invars[0].aval.ndim in rows.own
+    return axes[0] - num_axes in rows.own
 
 
 def _finds_row(equation: Any, operands: list[RowFacts]) -> bool:
@@ -383,9 +408,8 @@ def _finds_row(equation: Any, operands: list[RowFacts]) -> bool:
     if equation.primitive.name not in ("argmax", "argmin"):
         return False
     num_axes = equation.invars[0].aval.ndim
-    return any(
-        axis - num_axes in operands[0].gathered for axis in equation.params["axes"]
-    )
+    gathered = operands[0].gathered
+    return any(axis - num_axes in gathered for axis in equation.params["axes"])
 
 
 def _pairs_by_number(rows: RowFacts, other: RowFacts) -> bool:
@@ -398,7 +422,8 @@ def _pairs_by_number(rows: RowFacts, other: RowFacts) -> bool:
     if rows.own & other.picked:
         return True
     has_gathered = rows.is_row or bool(rows.gathered)
-    return has_gathered and other.is_constant and bool(rows.own & other.numbers)
+    has_own_numbers = other.is_constant and bool(rows.own & other.numbers)
+    return has_gathered and has_own_numbers
 
 
 def _rows_of_indices(

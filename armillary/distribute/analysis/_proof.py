@@ -115,13 +115,16 @@ class Proof(ReplicaDataflow[Facts]):
 
         self.results = self.run(program, inputs)
         is_alone = counts[0] == 1
-        self.is_equal = [is_alone or not facts.reasons for facts in self.results]
-        self.is_divided = [
-            facts.find(LabelKind.DIVIDED) is not None for facts in self.results
-        ]
-        error = next(filter(None, self._errors.values()), None)
-        if error is not None and not is_alone:
-            raise error
+        self.is_equal: list[bool] = []
+        self.is_divided: list[bool] = []
+        for facts in self.results:
+            self.is_equal.append(is_alone or not facts.reasons)
+            self.is_divided.append(facts.find(LabelKind.DIVIDED) is not None)
+
+        errors = filter(None, self._errors.values())
+        first_error = next(errors, None)
+        if first_error is not None and not is_alone:
+            raise first_error
 
     def require_equal(self, mirrored: Mapping[int, int], state: State) -> None:
         """Raises if the new values of mirrored arrays may differ.
@@ -137,9 +140,10 @@ class Proof(ReplicaDataflow[Facts]):
         pure_paths: list[str] = []
         for number in differing:
             index = mirrored[number]
+            name = state.display_name(index)
             role = state.kinds[index].role.value
-            place = f"{state.display_name(index)} ({role}, mirrored)"
-            lines.append(f"{place}{self._where_written(number)}")
+            where = self._where_written(number)
+            lines.append(f"{name} ({role}, mirrored){where}")
             pure_path = pure_path_of(state.owners[index], state.paths[index])
             if pure_path is not None:
                 pure_paths.append(pure_path)
@@ -173,9 +177,9 @@ class Proof(ReplicaDataflow[Facts]):
         results = super().transfer(equation, operands)
         if results is not None or not self._begins_keras_mean(equation):
             return results
-        begun = self._labels(LabelKind.AVERAGED, equation)
+        averaged = self._labels(LabelKind.AVERAGED, equation)
         results = self._follow(equation, operands)
-        return [Facts(reasons, labels | begun) for reasons, labels in results]
+        return [Facts(reasons, labels | averaged) for reasons, labels in results]
 
     def follow_source(self, equation: Any, operands: list[Facts]) -> Facts:
         reasons = self.join(operands).reasons | SOURCES[equation.primitive.name]
@@ -207,12 +211,15 @@ class Proof(ReplicaDataflow[Facts]):
             self._errors[self._place(equation)] = error
 
     def _find_summed_twice(self, equation: Any, total: Facts) -> Exception | None:
+        """Returns the error for a total that was reduced before it is summed."""
         origin = None if total.reasons else total.find(LabelKind.REDUCED)
         if origin is None:
             return None
-        return explain_summed_twice(self.line(equation), origin, self._counts[0])
+        line = self.line(equation)
+        return explain_summed_twice(line, origin, self._counts[0])
 
     def _find_half_reduced(self, equation: Any, denominator: Facts) -> Exception | None:
+        """Returns the error for a ratio of which only one part was reduced before."""
         reduced: list[str | None] = []
         for total in (self._numerator, denominator):
             if not total.reasons:
@@ -220,22 +227,28 @@ class Proof(ReplicaDataflow[Facts]):
         origin = reduced[0] if len(reduced) == 1 else None
         if origin is None:
             return None
-        return explain_half_reduced(self.line(equation), origin, self._counts[0])
+        line = self.line(equation)
+        return explain_half_reduced(line, origin, self._counts[0])
 
     def follow_exchange(self, equation: Any, operands: list[Facts]) -> list[Facts]:
         operand = self.join(operands)
         labels = frozenset(operand.only(*SCALES))
-        if self.is_backward(equation) and not (operand.reasons or labels):
+        is_equal = not operand.reasons and not labels
+        if is_equal and self.is_backward(equation):
             labels = self._labels(LabelKind.OF_REDUCED, equation)
-        return [Facts(operand.reasons | NUMBER, labels)] * len(equation.outvars)
+        # Each replica may receive another value, as if it depended on its number.
+        received = Facts(operand.reasons | NUMBER, labels)
+        return [received] * len(equation.outvars)
 
     def follow_reduction(
         self, equation: Any, operands: list[Facts], by_ops: str
     ) -> list[Facts]:
         if self.is_backward(equation):
             return [self._reduce_backward(equation, operand) for operand in operands]
+
         self._reduced_at.add(self.line(equation))
-        is_sum = by_ops in ("sum", "mean") or equation.primitive.name.startswith("psum")
+        is_psum = equation.primitive.name.startswith("psum")
+        is_sum = is_psum or by_ops in ("sum", "mean")
         if is_sum:
             for operand, made in zip(operands, equation.outvars, strict=True):
                 self._look_at_sum(equation, operand, made, by_ops)
@@ -264,8 +277,10 @@ class Proof(ReplicaDataflow[Facts]):
         is_mean = self.is_mean(made, by_ops)
         is_mean_by_hand = bool(users) and all(map(self._divides_by_count, users))
         if is_mean_by_hand and not is_mean:
-            return
-        if not is_mean and operand.find(LabelKind.GRADIENT) is not None:
+            return  # A mean by hand: the user decides by which number to divide.
+
+        is_of_gradients = operand.find(LabelKind.GRADIENT) is not None
+        if is_of_gradients and not is_mean:
             self.sums_gradients = True
         wrong = wrong_in_mean(operand) if is_mean else wrong_in_sum(operand)
         self._note(equation, operand, wrong, made)
@@ -291,27 +306,24 @@ class Proof(ReplicaDataflow[Facts]):
         reasons = both.reasons
         labels = both.labels | self._new_labels(equation, both)
         if not labels or not equation.outvars:
-            return Facts(reasons)
+            return Facts(reasons)  # the usual case
 
         labels |= self._noised(equation, operands)
         name = equation.primitive.name
-        if equation.params.get("y") == 1:  # a power of 1, as Optax has `g**order`
+        is_power_of_one = equation.params.get("y") == 1
+        if is_power_of_one:  # as Optax has `g**order`
             name = "copy"
         if name == "div":
             labels = divide(labels, *operands)
 
         dtype = equation.outvars[0].aval.dtype
         is_backward = self.is_backward(equation)
+        is_report = name == "mul" and self._is_report(equation)
         kept = {label for label in labels if goes_through(label, name, dtype, reasons)}
-        if not keeps_scale(name) and not is_backward:
+        if not is_backward and not keeps_scale(name):
             kept -= both.only(LabelKind.AVERAGED)
         kept |= follow_keys(name, both)
-        kept -= find_lost(
-            name,
-            operands,
-            is_backward=is_backward,
-            is_report=name == "mul" and self._is_report(equation),
-        )
+        kept -= find_lost(name, operands, is_backward=is_backward, is_report=is_report)
 
         if name in DRAWS and not reasons:
             self._note(equation, operands[0], [LabelKind.KEY])
@@ -334,19 +346,24 @@ class Proof(ReplicaDataflow[Facts]):
         With the aggregate of differential privacy, a mean is wrong, too: it divides the
         numbers by the examples of one replica.
         """
-        drawn = [operand for operand in operands if operand.find(LabelKind.DRAWN)]
-        own = [
-            operand for operand in operands if operand.reasons and operand not in drawn
-        ]
+        drawn: list[Facts] = []
+        own: list[Facts] = []
+        for operand in operands:
+            if operand.find(LabelKind.DRAWN):
+                drawn.append(operand)
+            elif operand.reasons:
+                own.append(operand)
         is_addition = equation.primitive.name in ADDITIONS
         adds_noise = is_addition and bool(drawn) and bool(own)
         if not adds_noise or self.is_backward(equation):
             return frozenset()
+
         if is_made_by(equation, _PRIVATE):
             error = explain_noise(self.line(equation), self._counts[0])
             self._errors[self._place(equation)] = error
         is_equal = not any(operand.reasons for operand in drawn)
-        if is_equal and any(operand.find(LabelKind.GRADIENT) for operand in own):
+        has_gradient = any(operand.find(LabelKind.GRADIENT) for operand in own)
+        if is_equal and has_gradient:
             return self._labels(LabelKind.NOISED, equation)
         return frozenset()
 
@@ -354,7 +371,9 @@ class Proof(ReplicaDataflow[Facts]):
         return frozenset({Label(kind, self.line(equation))})
 
     def _place(self, equation: Any) -> tuple[int, ...]:
-        return (*map(id, self.within), id(equation))
+        """Returns a key: an operation, and the calls around it that share a trace."""
+        around = map(id, self.within)
+        return (*around, id(equation))
 
     def _begins_keras_mean(self, equation: Any) -> bool:
         """Returns whether the backward pass of an unscaled mean of Keras begins here.
@@ -396,9 +415,14 @@ class Proof(ReplicaDataflow[Facts]):
 
 def _number_of(atom: Any) -> float | None:
     """Returns the real number that a program holds as a literal, or `None`."""
-    is_number = isinstance(atom, core.Literal) and np.ndim(atom.val) == 0
-    return float(atom.val) if is_number and np.isrealobj(atom.val) else None
+    if not isinstance(atom, core.Literal):
+        return None
+    value = atom.val
+    is_real_number = np.ndim(value) == 0 and np.isrealobj(value)
+    return float(value) if is_real_number else None
 
 
 def _is_one(atom: Any) -> bool:
-    return _number_of(atom) == 1 and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    if _number_of(atom) != 1:
+        return False
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)

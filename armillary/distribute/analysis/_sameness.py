@@ -47,12 +47,14 @@ class Sameness(ReplicaDataflow[Classes]):
         self, program: core.ClosedJaxpr, inputs: Sequence[Classes]
     ) -> list[Classes]:
         """Returns the facts of a program's results."""
-        # An array that was captured from the step may differ between replicas.
+        constants: list[Classes] = []
+        for constant in program.consts:
+            # An array that was captured from the step may differ between replicas.
+            is_captured = isinstance(constant, Tracer)
+            constants.append(self.different if is_captured else self.nothing)
+
+        # The constants become inputs, because inputs have facts of their own.
         variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
-        constants = [
-            self.different if isinstance(constant, Tracer) else self.nothing
-            for constant in program.consts
-        ]
         jaxpr = program.jaxpr.replace(constvars=[], invars=variables)
         return self.run(core.ClosedJaxpr(jaxpr, ()), [*constants, *inputs])
 
@@ -81,10 +83,12 @@ class Sameness(ReplicaDataflow[Classes]):
     def follow_exchange(self, equation: Any, operands: list[Classes]) -> list[Classes]:
         if self.axis_name not in named_axes(equation):
             return [self.join(operands)] * len(equation.outvars)
+
         follow = self._rule(equation)
-        if len(operands) == len(equation.outvars):
+        num_results = len(equation.outvars)
+        if len(operands) == num_results:
             return list(map(follow, operands))
-        return [follow(self.join(operands))] * len(equation.outvars)
+        return [follow(self.join(operands))] * num_results
 
     def _rule(self, equation: Any) -> Callable[[Classes], Classes]:
         """Returns a function from the fact of an operand to the fact of the result."""
@@ -101,7 +105,8 @@ class Sameness(ReplicaDataflow[Classes]):
     def _permute(
         self, permutation: Iterable[tuple[int, int]], classes: Classes
     ) -> Classes:
-        senders = {to: sender for sender, to in permutation}
+        """Returns the fact after each sender has sent its value to one receiver."""
+        senders = {receiver: sender for sender, receiver in permutation}
         received: list[int | None] = []
         for replica in self.different:
             sender = senders.get(replica)
@@ -128,4 +133,7 @@ class Sameness(ReplicaDataflow[Classes]):
 def _number(values: Iterable[Hashable]) -> Classes:
     """Returns the number of the first replica with an equal value, for each replica."""
     first: dict[Hashable, int] = {}
-    return tuple(first.setdefault(value, i) for i, value in enumerate(values))
+    numbers: list[int] = []
+    for replica, value in enumerate(values):
+        numbers.append(first.setdefault(value, replica))
+    return tuple(numbers)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
+from armillary._dataflow import union
 from armillary._jax_compat import read_real
 from armillary.distribute.analysis._operations import (
     COPIES,
@@ -139,18 +140,17 @@ def keep_totals(equation: Any, operands: list[ShareFacts]) -> frozenset[Total]:
     The quotient of two totals, such as the mean of a cluster, has the right scale.
     """
     name = equation.primitive.name
-    found = frozenset().union(*(operand.totals for operand in operands))
+    found = union(operand.totals for operand in operands)
     if not found or name in LINEAR or name == "select_n":
         return found
     if name == "div" and is_of_mean(equation):
         return frozenset(total._replace(is_mean=True) for total in found)
-    divisors = divisors_in(equation)
-    numbers = [
-        number for number in map(read_real, equation.invars) if number is not None
-    ]
+
     is_scaled = name == "mul" or (name == "div" and bool(operands[0].totals))
-    if not is_scaled or not numbers:
+    has_number = any(read_real(operand) is not None for operand in equation.invars)
+    if not is_scaled or not has_number:
         return frozenset()
+    divisors = divisors_in(equation)
     return frozenset(
         total._replace(divisors=total.divisors | divisors) for total in found
     )
@@ -200,23 +200,25 @@ def weighs_examples(equation: Any, operands: list[ShareFacts]) -> bool:
     has_examples = any(operand.reach is Reach.EXAMPLES for operand in operands)
     if not statistics or not has_examples:
         return False
-    causes = frozenset().union(*(operand.causes for operand in statistics))
-    is_of_sum = all(cause.operation in _RECIPROCALS for cause in causes)
+
+    operations = {cause.operation for operand in statistics for cause in operand.causes}
+    if not operations <= set(_RECIPROCALS):
+        return False  # The statistics are more than a sum and its reciprocal.
     if name == "div":
-        return operands[1].reach is Reach.REDUCED and is_of_sum
-    has_reciprocal = any(cause.operation in ("div", "integer_pow") for cause in causes)
-    return name in ("mul", "dot_general", "gather") and is_of_sum and has_reciprocal
+        return operands[1].reach is Reach.REDUCED
+    has_reciprocal = not operations.isdisjoint(("div", "integer_pow"))
+    return has_reciprocal and name in ("mul", "dot_general", "gather")
 
 
 def uses_gradient(operands: list[ShareFacts]) -> bool:
     """Returns whether examples meet a gradient of the share before its reduction."""
-    has_gradient = any(
-        operand.reach is Reach.REDUCED and operand.is_gradient for operand in operands
-    )
-    has_examples = any(
-        operand.reach is Reach.EXAMPLES and not operand.is_gradient
-        for operand in operands
-    )
+    has_gradient = False
+    has_examples = False
+    for operand in operands:
+        if operand.reach is Reach.REDUCED and operand.is_gradient:
+            has_gradient = True
+        if operand.reach is Reach.EXAMPLES and not operand.is_gradient:
+            has_examples = True
     return has_gradient and has_examples
 
 
@@ -243,12 +245,10 @@ def is_of_statistics(equation: Any, operands: list[ShareFacts]) -> bool:
 
 def is_difference(equation: Any, operands: list[ShareFacts]) -> bool:
     """Returns whether an operation subtracts a mean over the share from examples."""
-    is_of_examples = operands[0].reach is Reach.EXAMPLES
-    return (
-        equation.primitive.name == "sub"
-        and is_of_examples
-        and operands[1].reach is Reach.REDUCED
-    )
+    if equation.primitive.name != "sub":
+        return False
+    minuend, subtrahend = operands
+    return minuend.reach is Reach.EXAMPLES and subtrahend.reach is Reach.REDUCED
 
 
 def keeps_differences(equation: Any) -> bool:
@@ -287,6 +287,13 @@ def _find_ordered_axis(equation: Any, num_axes: int) -> int | None:
     return equation.params["dimension"] if is_of_values else None
 
 
+def as_carried(facts: ShareFacts) -> ShareFacts:
+    """Returns the facts about a value that a loop hands from example to example."""
+    if facts.reach is Reach.EQUAL:
+        return facts
+    return facts._replace(is_carried=True)
+
+
 def as_total(facts: ShareFacts, num_examples: int) -> ShareFacts:
     """Returns the facts about a value that a loop has carried over all examples."""
     is_of_one = facts.reach is Reach.EXAMPLES and not facts.axes
@@ -304,10 +311,10 @@ def as_stack(facts: ShareFacts, num_axes: int) -> ShareFacts:
 
 def leave_loop(facts: ShareFacts, line: str) -> ShareFacts:
     """Returns the facts about a result of a loop over examples."""
-    causes = {
-        cause._replace(line=line) if cause.kind is CauseKind.LOOP else cause
-        for cause in facts.causes
-    }
+    causes: set[Cause] = set()
+    for cause in facts.causes:
+        is_of_loop = cause.kind is CauseKind.LOOP
+        causes.add(cause._replace(line=line) if is_of_loop else cause)
     return facts._replace(causes=frozenset(causes), is_carried=False)
 
 
@@ -316,7 +323,11 @@ def first_of(causes: Iterable[Cause]) -> Cause:
 
     A number is clipped by a quotient, so the operation before it says more.
     """
-    kinds = [*LASTING, *(kind for kind in CauseKind if kind not in LASTING)]
-    kinds.remove(CauseKind.QUOTIENT)
-    kinds.append(CauseKind.QUOTIENT)
-    return min(causes, key=lambda cause: (kinds.index(cause.kind), cause[1:]))
+    others = [kind for kind in CauseKind if kind not in LASTING]
+    others.remove(CauseKind.QUOTIENT)
+    kinds = [*LASTING, *others, CauseKind.QUOTIENT]
+
+    def rank(cause: Cause) -> tuple[int, str, str]:
+        return kinds.index(cause.kind), cause.operation, cause.line
+
+    return min(causes, key=rank)

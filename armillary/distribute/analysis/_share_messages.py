@@ -6,7 +6,7 @@ from armillary.distribute.analysis._positions import (
     PositionFinding,
 )
 from armillary.distribute.analysis._share_facts import Cause, CauseKind
-from armillary.distribute.analysis._shares import (
+from armillary.distribute.analysis._share_findings import (
     MeanOfSums,
     MetricOfShare,
     ReductionOfShare,

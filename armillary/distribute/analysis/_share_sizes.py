@@ -82,17 +82,22 @@ class _CounterDataflow(Dataflow[frozenset[ShareCounter]]):
         if any(programs_in(equation)) or name in _COPIES:
             return None
         if name in _OF_RINGS:
-            # Before the sum, a choice gives each replica its part of a total.
+            # The first operand of a choice is the condition, and the second operand of
+            # a remainder is the number of rows.
             values = operands[1:] if name == "select_n" else operands[:1]
-            return [frozenset(counter for counter in self.join(values) if counter.size)]
+            counters = self.join(values)
+            # Before the sum, a choice gives each replica its part of a total.
+            return [frozenset(counter for counter in counters if counter.size)]
+
         size = _grows_by(equation)
         if size is None:
             return [self.nothing] * len(equation.outvars)
-        grown = {
-            ShareCounter(counter.slot, size, self.line(equation))
-            for counter in self.join(operands)
-            if counter.size == 0
-        }
+        grown: set[ShareCounter] = set()
+        line = self.line(equation)
+        for counter in self.join(operands):
+            is_before_sum = counter.size == 0
+            if is_before_sum:
+                grown.add(ShareCounter(counter.slot, size, line))
         return [frozenset(grown)]
 
 
@@ -100,8 +105,7 @@ def _grows_by(equation: Any) -> int | None:
     """Returns the whole number that a sum adds to something else, if it is one."""
     if equation.primitive.name not in _SUMS:
         return None
-    numbers = [
-        number for number in map(read_real, equation.invars) if number is not None
-    ]
+    found = map(read_real, equation.invars)
+    numbers = [number for number in found if number is not None]
     is_whole = len(numbers) == 1 and numbers[0].is_integer()
     return int(numbers[0]) if is_whole else None

@@ -32,14 +32,17 @@ class Users:
 
     def _users_in(self, jaxpr: Any) -> dict[Any, list[Any]]:
         """Returns the operations in a program, by the values that they use."""
-        if id(jaxpr) in self._by_program:
-            return self._by_program[id(jaxpr)]
+        key = id(jaxpr)
+        if key in self._by_program:
+            return self._by_program[key]
+
         users: dict[Any, list[Any]] = {}
         for equation in jaxpr.eqns:
             for atom in equation.invars:
-                if not isinstance(atom, core.Literal):
+                is_variable = not isinstance(atom, core.Literal)
+                if is_variable:
                     users.setdefault(atom, []).append(equation)
-        self._by_program[id(jaxpr)] = users
+        self._by_program[key] = users
         return users
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.core import Tracer
 
-from armillary._dataflow import Dataflow
+from armillary._dataflow import Dataflow, union
 from armillary._jax_compat import read_number, read_real
 from armillary._jaxpr import mark, programs_in
 from armillary._logging import logger
@@ -77,8 +77,11 @@ def warn_of_sums(step_name: str, program: Any, num_slots: int, axis: int) -> Non
     facts: list[_Facts] = [frozenset()] * num_slots
     for array in program.in_avals[num_slots:]:
         rows: set[_PerExample] = set()
-        if array.ndim > axis and array.shape[axis] > 1:
-            rows.add(_PerExample(axis - array.ndim, array.shape[axis]))
+        # The sum over a single example is also its mean.
+        has_several_examples = array.ndim > axis and array.shape[axis] > 1
+        if has_several_examples:
+            num_examples = array.shape[axis]
+            rows.add(_PerExample(axis - array.ndim, num_examples))
         facts.append(frozenset(rows))
 
     search = _BatchSumDataflow()
@@ -94,8 +97,9 @@ def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
     divisors = [name for name in names if _is_denominator(name)]
     dividends = [name for name in sums if name not in divisors]
     # Without a dividend, the sums are only numbers such as a count of tokens.
+    is_quotient = bool(dividends)
     shown = dividends or list(sums)
-    fixes = [_fix(name, divisors, is_quotient=bool(dividends)) for name in shown]
+    fixes = [_fix(name, divisors, is_quotient=is_quotient) for name in shown]
 
     places = " and ".join(f"`{name}` ({sums[name]})" for name in shown)
     found = f"{places} as a plain number, but it is a sum"
@@ -112,17 +116,24 @@ def _explain(step_name: str, sums: dict[str, str], names: list[str]) -> str:
 
 def _fix(name: str, divisors: list[str], *, is_quotient: bool) -> str:
     """Returns the line to write for a metric that is a sum."""
-    *_, key = name.split("/")
+    key = _last_part(name)
     total = f'`"{key}": armillary.metrics.Sum({key})` for a total'
     if not is_quotient:
         return total
-    *_, divisor = (divisors[0] if divisors else "denominator").split("/")
+    divisor = _last_part(divisors[0]) if divisors else "denominator"
     quotient = f"armillary.metrics.Ratio({key}, {divisor})"
     return f'`"{key}": {quotient}` for a mean, or {total}'
 
 
+def _last_part(name: str) -> str:
+    """Returns the key of a metric in its own dictionary, without the path before it."""
+    *_, key = name.split("/")
+    return key
+
+
 def _is_denominator(name: str) -> bool:
-    return any(part in name.lower() for part in _DENOMINATORS)
+    lower_name = name.lower()
+    return any(part in lower_name for part in _DENOMINATORS)
 
 
 class _BatchSumDataflow(Dataflow[_Facts]):
@@ -139,7 +150,7 @@ class _BatchSumDataflow(Dataflow[_Facts]):
         self.metrics: dict[str, str] = {}
 
     def join(self, facts: Iterable[_Facts]) -> _Facts:
-        return frozenset().union(*facts)
+        return union(facts)
 
     def decide(self, equation: Any, decides: _Facts) -> _Facts:
         del equation, decides
@@ -159,19 +170,22 @@ class _BatchSumDataflow(Dataflow[_Facts]):
     def _note_metric(self, mark_name: str, facts: _Facts) -> None:
         if not mark_name.startswith(METRIC):
             return
-        lines = [fact.line for fact in facts if isinstance(fact, _Sum)]
-        is_sum = bool(lines) and len(lines) == len(facts)
         name = mark_name.removeprefix(METRIC)
-        self.metrics[name] = min(lines) if is_sum else ""
+        lines = [fact.line for fact in facts if isinstance(fact, _Sum)]
+        has_only_sums = bool(lines) and len(lines) == len(facts)
+        self.metrics[name] = min(lines) if has_only_sums else ""
 
     def _mix(self, equation: Any, operands: list[_Facts], made: Any) -> _Facts:
         """Returns the facts of the result `made` of an operation without programs."""
         facts = self.join(operands)
         if not facts:
             return self.nothing
+
+        is_scaled = bool(facts & _SCALED)
         has_sum = any(isinstance(fact, _Sum) for fact in facts)
         has_rows = any(isinstance(fact, _PerExample) for fact in facts)
-        if facts & _SCALED or (has_sum and has_rows):
+        is_mixed = has_sum and has_rows
+        if is_scaled or is_mixed:
             return _SCALED
         if has_sum:
             return self._mix_sums(equation, operands)
@@ -190,29 +204,38 @@ class _BatchSumDataflow(Dataflow[_Facts]):
         counts = {rows.num_examples for rows in self.join(operands)}
         if _divides_by(counts, equation):
             return _SCALED
+
         kept: set[_PerExample] = set()
         for index, facts in enumerate(operands):
+            num_axes = equation.invars[index].aval.ndim
             for rows in facts:
-                if rows.axis + equation.invars[index].aval.ndim < 0:
+                if rows.axis + num_axes < 0:
                     return _SCALED  # A loop takes the examples one by one.
                 axis = _find_axis(equation, index, rows.axis, made)
                 if axis is not None:
                     kept.add(rows._replace(axis=axis))
+
         if not kept:
             return self._reduce(equation)
-        is_of_pairs = len({rows.axis for rows in kept}) > 1
+        axes = {rows.axis for rows in kept}
+        is_of_pairs = len(axes) > 1
         return _SCALED if is_of_pairs else frozenset(kept)
 
     def _reduce(self, equation: Any) -> _Facts:
         """Returns the facts of a result without an axis of examples."""
         name = equation.primitive.name
+        is_reduction = name.startswith(("reduce_", "arg")) and "axes" in equation.params
         if name == "dot_general":
-            is_sum = not equation.outvars[0].aval.shape
-        elif name.startswith(("reduce_", "arg")) and "axes" in equation.params:
+            is_scalar = not equation.outvars[0].aval.shape
+            is_sum = is_scalar
+        elif is_reduction:
             is_sum = name == "reduce_sum" and not self.is_backward(equation)
         else:
             return _SCALED
-        return frozenset({_Sum(self.line(equation))}) if is_sum else self.nothing
+        if not is_sum:
+            return self.nothing
+        line = self.line(equation)
+        return frozenset({_Sum(line)})
 
 
 def _divides_by(counts: Iterable[int], equation: Any) -> bool:
@@ -220,10 +243,13 @@ def _divides_by(counts: Iterable[int], equation: Any) -> bool:
     name = equation.primitive.name
     if name not in ("div", "mul"):
         return False
-    for number in filter(None, map(read_real, equation.invars)):
+    numbers = filter(None, map(read_real, equation.invars))
+    for number in numbers:
         divisor = number if name == "div" else 1 / number
         nearest = round(divisor)
-        is_whole = abs(divisor - nearest) < 1e-3 * max(abs(divisor), 1)
+        # The reciprocal of a float32 is not exact.
+        tolerance = 1e-3 * max(abs(divisor), 1)
+        is_whole = abs(divisor - nearest) < tolerance
         if is_whole and any(nearest % count == 0 for count in counts):
             return True
     return False

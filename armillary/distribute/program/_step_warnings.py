@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from armillary._dataflow import Dataflow
+from armillary._dataflow import Dataflow, union
 from armillary._jax_compat import read_number
 from armillary._logging import logger
 from armillary.distribute.analysis._operations import DRAWS
@@ -65,14 +65,15 @@ class MetricWarnings:
         """Checks a program of the step, for batches on the `active` replicas."""
         if self._is_done:
             return
-        types = step.program.in_avals
         num_slots = len(state.paths)
+        slot_types = step.program.in_avals[:num_slots]
+        batch_types = step.program.in_avals[num_slots:]
         # The first axes of a batch: the replicas, if it has them, and the examples.
-        count = 2 if get_strategy().layout.stacked else 1
-        batch_types = types[num_slots:]
-        sizes = [aval.shape[:count] for aval in batch_types]
+        num_axes = 2 if get_strategy().layout.stacked else 1
+        sizes = [aval.shape[:num_axes] for aval in batch_types]
         self._batches.add((active, *sizes))
-        policies = policies_of(state, types[:num_slots])
+
+        policies = policies_of(state, slot_types)
         summed = {i for i in step.changed if policies[i] is Policy.SUM}
         if not summed:
             return
@@ -80,7 +81,7 @@ class MetricWarnings:
         extremes = self._find_additions(state, step, summed)
         is_uneven = self._is_evaluation and len(self._batches) > 1
         if extremes and self._num_replicas == 1:
-            return
+            return  # Nothing is added up.
         if extremes:
             self._warn_of_extreme(*extremes[0])
             self._is_done = True
@@ -95,19 +96,22 @@ class MetricWarnings:
 
         Both are pairs of the path of a metric and a line.
         """
-        held = frozenset({_HELD})
-        num_inputs = len(step.program.in_avals)
-        inputs = [held if i in summed else frozenset() for i in range(num_inputs)]
+        inputs: list[_Facts] = [frozenset()] * len(step.program.in_avals)
+        for i in summed:
+            inputs[i] = frozenset({_HELD})
         results = _Additions().run(step.program, inputs)
+
         extremes: list[tuple[str, str]] = []
+        # The results begin with the changed state.
         for i, facts in zip(step.changed, results, strict=False):
             if i not in summed:
                 continue
+            path = state.paths[i]
             for kind, line in facts:
                 if kind == "extreme":
-                    extremes.append((state.paths[i], line))
+                    extremes.append((path, line))
                 elif kind == "mean":
-                    self._means.append((state.paths[i], line))
+                    self._means.append((path, line))
         return extremes
 
     def _warn_of_extreme(self, metric: str, line: str) -> None:
@@ -142,7 +146,7 @@ class _Additions(Dataflow[_Facts]):
     nothing: _Facts = frozenset()
 
     def join(self, facts: Iterable[_Facts]) -> _Facts:
-        return frozenset().union(*facts)
+        return union(facts)
 
     def decide(self, equation: Any, decides: _Facts) -> _Facts:
         del equation, decides
@@ -153,13 +157,23 @@ class _Additions(Dataflow[_Facts]):
         name = equation.primitive.name
         if name in ("max", "min") and _HELD in facts:
             return facts | {("extreme", self.line(equation))}
-        shapes = [getattr(variable.aval, "shape", ()) for variable in equation.outvars]
-        is_of_numbers = max(map(math.prod, shapes), default=0) <= 1
+
+        # The sums and means of interest are numbers, and not arrays.
+        sizes: list[int] = []
+        for variable in equation.outvars:
+            shape = getattr(variable.aval, "shape", ())  # A token has no shape.
+            sizes.append(math.prod(shape))
+        is_of_numbers = max(sizes, default=0) <= 1
         if not is_of_numbers:
             return frozenset(fact for fact in facts if fact[0] in ("held", "extreme"))
-        shape = equation.invars[0].aval.shape if name == "reduce_sum" else ()
-        if shape and shape[0] > 1:  # With one example, the sum equals the mean.
-            return facts | {("sum", str(float(math.prod(shape))))}
+
+        if name == "reduce_sum":
+            shape = equation.invars[0].aval.shape
+            # With one example, the sum equals the mean.
+            has_several = bool(shape) and shape[0] > 1
+            if has_several:
+                num_values = str(float(math.prod(shape)))  # as `read_number` writes it
+                return facts | {("sum", num_values)}
         divisor = read_number(equation.invars[1]) if name == "div" else ""
         if ("sum", divisor) in facts:
             return facts | {("mean", self.line(equation))}

@@ -23,13 +23,10 @@ from armillary.distribute.analysis._idle_replicas import (
     find_idle_replicas,
 )
 from armillary.distribute.analysis._positions import PositionFinding, find_positions
+from armillary.distribute.analysis._share_findings import ShareFinding, StateOfSum
 from armillary.distribute.analysis._share_messages import explain, explain_position
 from armillary.distribute.analysis._share_sizes import ShareCounter, find_counters
-from armillary.distribute.analysis._shares import (
-    ShareFinding,
-    StateOfSum,
-    find_shares,
-)
+from armillary.distribute.analysis._shares import find_shares
 
 if TYPE_CHECKING:
     from armillary.distribute._strategy import Strategy
