@@ -40,10 +40,13 @@ def make_in_place(
     objects, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
     args, kwargs = treedef.unflatten(map(with_auto_axes, objects))
     # Such as an `nnx.Rngs`, which counts the numbers that the constructor draws.
-    outside = State([(fn, ""), *((each, "") for each in objects if is_claimed(each))])
+    claimed = [(each, "") for each in objects if is_claimed(each)]
+    outside = State([(fn, ""), *claimed])
+
     # An item of a dictionary can be replaced, and the empty name adds nothing to paths.
     holder: dict[str, Any] = {}
     made: Any = None
+    # The indices of the arrays outside that the constructor has changed.
     changed: list[int] = []
 
     def construct(before: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -79,7 +82,10 @@ def make_in_place(
     outside_now = list(before)
     for i, value in zip(changed, after, strict=True):
         is_type = isinstance(value, jax.ShapeDtypeStruct)
-        outside_now[i] = value if is_type else jax.device_put(value, before[i].sharding)
+        if is_type:
+            outside_now[i] = value
+        else:
+            outside_now[i] = jax.device_put(value, before[i].sharding)
     outside.write(outside_now, set(changed))
     made.write(arrays)
     made.move_new(outside)
@@ -98,9 +104,13 @@ def _choose_shardings(
     count, too, if it returns no parameters itself.
     """
     decide = strategy.placement.state_shardings
-    pairs = list(zip(made.read(), made.of_optimizer, strict=True))
-    has_parameters = any(leaf.ndim and not is_follower for leaf, is_follower in pairs)
-    has_followers = any(is_follower for _, is_follower in pairs)
+    has_parameters = False
+    has_followers = False
+    for leaf, is_follower in zip(made.read(), made.of_optimizer, strict=True):
+        if is_follower:
+            has_followers = True
+        elif leaf.ndim:
+            has_parameters = True
     if has_parameters or not has_followers:
         return list(decide(made, is_whole=False))
 
@@ -109,8 +119,9 @@ def _choose_shardings(
     starts = {slot.key: start for slot, start, _ in both.ranges}
     shardings: list[Any] = []
     for slot, start, stop in made.ranges:
+        num_arrays = stop - start
         first = starts[slot.key]
-        shardings += chosen[first : first + stop - start]
+        shardings += chosen[first : first + num_arrays]
     return shardings
 
 
@@ -125,18 +136,20 @@ def _build(
     Returns:
         The arrays of the result, and those that the constructor has changed elsewhere.
     """
+    num_made = len(shardings)
 
     # Arrays that the constructor has read are inputs: as constants, they would be in
     # the text of the program.
     def run(constants: list[Any], before: list[Any]) -> Any:
         closed = core.ClosedJaxpr(program.jaxpr, constants)
         outputs = call_program(closed, before, "make")
-        return outputs[: len(shardings)], outputs[len(shardings) :]
+        return outputs[:num_made], outputs[num_made:]
 
     constants = [_bring(strategy, each) for each in program.consts]
     inputs = [_bring(strategy, each) for each in before]
+    compiled = jax.jit(run, out_shardings=(shardings, None))
     strategy.dispatch.wait()
-    arrays, after = jax.jit(run, out_shardings=(shardings, None))(constants, inputs)
+    arrays, after = compiled(constants, inputs)
     strategy.dispatch.finish(arrays)
 
     home = strategy.home
@@ -157,8 +170,8 @@ def _describe(
         jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in program.out_avals
     ]
     scalars = [i for i, kind in enumerate(types) if not kind.shape]
-    has_inputs = not any(isinstance(each, jax.ShapeDtypeStruct) for each in before)
-    if scalars and has_inputs:
+    has_values = not any(isinstance(each, jax.ShapeDtypeStruct) for each in before)
+    if scalars and has_values:
         values = _compute_some(program, before, scalars)
         for i, value in zip(scalars, values, strict=False):
             types[i] = value
@@ -189,8 +202,12 @@ def _bring(strategy: "Strategy", value: Any) -> Any:
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
     array = with_auto_axes(value)
-    is_here = array.sharding.device_set == set(strategy.layout.devices)
-    return array if is_here or not array.committed else strategy.layout.replicate(array)
+    layout = strategy.layout
+    is_here = array.sharding.device_set == set(layout.devices)
+    # JAX moves an array that is not committed to a device itself.
+    if is_here or not array.committed:
+        return array
+    return layout.replicate(array)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
@@ -199,7 +216,10 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _check_places(state: State, fn: Callable[..., Any]) -> None:
     """Raises if a constructor puts an array where it cannot be replaced."""
-    lost = [path for path, value in state.look().constants if isinstance(value, Tracer)]
+    lost: list[str] = []
+    for path, value in state.look().constants:
+        if isinstance(value, Tracer):
+            lost.append(path)
     if not lost:
         return
     name = _name_of(fn)

@@ -31,7 +31,8 @@ def everywhere(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 def make_auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     """Returns a mesh over whose axes XLA divides a program itself."""
-    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(devices, tuple(names), axis_types=types)
 
 
 def narrow_mesh(mesh: Mesh, num_replicas: int | None) -> Mesh:
@@ -59,6 +60,7 @@ def as_global(leaf: Any, sharding: Sharding) -> jax.Array:
         return on_data(lambda data: as_global(data, sharding), leaf)
     if is_divided(leaf):
         return _move(leaf, sharding)
+
     host = np.asarray(leaf)
 
     def copy_part(index: Any) -> np.ndarray:
@@ -88,14 +90,17 @@ def place_rows(
 
     def place(leaf: Any) -> jax.Array:
         host = np.asarray(leaf)
-        shape = (*host.shape[:axis], num_rows, *host.shape[axis + 1 :])
+        before = host.shape[:axis]
+        after = host.shape[axis + 1 :]
+        shape = (*before, num_rows, *after)
 
         def read(index: Any) -> np.ndarray:
             # From a row of the global array to a row of this process.
             first = index[axis].start or 0
             own = first - rows.start
             row = slice(own, own + 1)
-            return host[(*index[:axis], row, *index[axis + 1 :])]
+            own_index = (*index[:axis], row, *index[axis + 1 :])
+            return host[own_index]
 
         return jax.make_array_from_callback(shape, sharding, read)
 
@@ -125,9 +130,11 @@ def with_auto_axes(leaf: Any) -> Any:
     mesh = sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return leaf
-    auto = make_auto_mesh(mesh.devices, mesh.axis_names)
+
+    auto_mesh = make_auto_mesh(mesh.devices, mesh.axis_names)
     kind = sharding.memory_kind
-    return jax.device_put(leaf, NamedSharding(auto, sharding.spec, memory_kind=kind))
+    auto = NamedSharding(auto_mesh, sharding.spec, memory_kind=kind)
+    return jax.device_put(leaf, auto)
 
 
 PINNED_HOST = "pinned_host"
@@ -154,9 +161,13 @@ def as_whole(leaf: Any) -> Any:
     """Returns the full array on every process; all processes must call it."""
     if not is_divided(leaf):
         return leaf
+    return _move(leaf, _on_all_devices(leaf))
+
+
+def _on_all_devices(leaf: jax.Array) -> NamedSharding:
+    """Returns the sharding with a copy on each device that has a part of an array."""
     devices = list(leaf.sharding.devices_indices_map(leaf.shape))
-    mesh = Mesh(np.asarray(devices), ("device",))
-    return _move(leaf, everywhere(mesh))
+    return everywhere(Mesh(np.asarray(devices), ("device",)))
 
 
 def read_part(leaf: Any, box: tuple[slice, ...]) -> np.ndarray:
@@ -167,16 +178,18 @@ def read_part(leaf: Any, box: tuple[slice, ...]) -> np.ndarray:
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf[box])
-    sizes = tuple(each.stop - each.start for each in box)
+    sizes = tuple(along_axis.stop - along_axis.start for along_axis in box)
     if is_on_host(leaf):
-        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        # A program cannot cut an array in the memory of the host.
+        on_device = leaf.sharding.with_memory_kind("device")
+        leaf = jax.device_put(leaf, on_device)
     if leaf.is_fully_replicated:
         leaf = leaf.addressable_data(0)
     if sizes == leaf.shape:
         return np.asarray(as_whole(leaf))
-    devices = list(leaf.sharding.devices_indices_map(leaf.shape))
-    cut = _make_cut(everywhere(Mesh(np.asarray(devices), ("device",))), sizes)
-    starts = np.array([each.start for each in box], np.int32)
+
+    cut = _make_cut(_on_all_devices(leaf), sizes)
+    starts = np.array([along_axis.start for along_axis in box], np.int32)
     # CPU devices may run only one program at a time; see `_dispatch`.
     jax.block_until_ready(leaf)
     part = jax.block_until_ready(cut(leaf, starts))

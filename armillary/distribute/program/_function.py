@@ -168,8 +168,10 @@ class CompiledFunction:
         if strategy.mesh is not None:
             given = leaves
             leaves = list(map(with_auto_axes, given))
-            if any(map(operator.is_not, leaves, given)):
+            has_new_leaves = any(map(operator.is_not, leaves, given))
+            if has_new_leaves:
                 args, kwargs = treedef.unflatten(leaves)
+
         argument_keys = tuple(map(argument_key, leaves))
         key = (strategy, treedef, argument_keys, read_settings())
         programs = self._programs.get(key)
@@ -177,8 +179,8 @@ class CompiledFunction:
             programs = Programs(strategy)
 
         if programs.find_current() is None:
-            roots = [(fn, ""), *((leaf, "") for leaf in objects_of(leaves))]
-            state = State(roots, functions=(fn,))
+            objects = [(leaf, "") for leaf in objects_of(leaves)]
+            state = State([(fn, ""), *objects], functions=(fn,))
             is_lifted = any(isinstance(leaf, Tracer) for leaf in state.read())
             if is_lifted and body is fn:
                 # A transformation of NNX has already lifted the arguments' variables.
@@ -256,8 +258,10 @@ class FunctionCache:
     def get(self, fn: Callable[..., Any], strategy: Strategy) -> CompiledFunction:
         """Returns the compiled call of `strategy.run` with a function."""
         values = tuple(captured(fn))
-        identities = tuple((name, identity_of(value)) for name, value in values)
-        key = (code_of(fn), identities)
+        identities: list[tuple[str, Any]] = []
+        for name, value in values:
+            identities.append((name, identity_of(value)))
+        key = (code_of(fn), tuple(identities))
         found = self._functions.get(key)
         if found is None:
 
@@ -273,15 +277,19 @@ class FunctionCache:
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
     """Keeps a value, and drops the least recently used value if there are too many."""
+    # A dictionary keeps the order of insertion, so the first key was used least
+    # recently.
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _MAX_PROGRAMS:
-        del kept[next(iter(kept))]
+        oldest = next(iter(kept))
+        del kept[oldest]
 
 
 def _strategy_of(fn: Callable[..., Any]) -> Strategy:
     """Returns the first strategy that a function reaches, or the one in effect."""
     for _, value in captured(fn):
+        # `isinstance` would ask the object for its class, which may run user code.
         if issubclass(type(value), Strategy):
             return value
     return get_strategy()

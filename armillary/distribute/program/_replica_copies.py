@@ -80,17 +80,20 @@ def check_copies(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
     differing: dict[str, tuple[int, ...]] = {}
     lines: list[str] = []
     for path, column in zip(paths, sums.T, strict=True):
-        if (column == column[0]).all():
+        is_equal = (column == column[0]).all()
+        if is_equal:
             continue
         replicas = _minority(column.tolist())
         differing[path] = replicas
         shown = "no majority of replicas agrees"
         if len(replicas) < count:
             noun = "replicas" if len(replicas) > 1 else "replica"
-            shown = f"{noun} {', '.join(map(str, replicas))}"
+            numbers = ", ".join(map(str, replicas))
+            shown = f"{noun} {numbers}"
         lines.append(f"{path}: {shown}")
     if not differing:
         return
+
     raise ReplicaDivergenceError(
         f"{len(differing)} of {len(paths)} arrays of the state must be equal on all "
         f"{count} replicas, but {when} they are not:\n{list_lines(lines)}\n"
@@ -104,9 +107,11 @@ def check_copies(sums: np.ndarray, paths: Sequence[str], when: str) -> None:
 
 def _minority(column: list[int]) -> tuple[int, ...]:
     """Returns the replicas that differ from most others, or all without a majority."""
+    num_replicas = len(column)
     ((value, count),) = Counter(column).most_common(1)
-    if 2 * count <= len(column):
-        return tuple(range(len(column)))
+    has_majority = 2 * count > num_replicas
+    if not has_majority:
+        return tuple(range(num_replicas))
     return tuple(i for i, other in enumerate(column) if other != value)
 
 
@@ -117,6 +122,8 @@ def _checksums_of_replica(arrays: Sequence[Any]) -> Any:
 
 def _checksum(array: Any) -> Any:
     """Returns a checksum of values and their places; any changed value changes it."""
+    # The constants of MurmurHash3 and xxHash spread each bit over the whole word. The
+    # sum is of integers, so it does not depend on the order.
     bits = _as_words(array)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * np.uint32(0x85EBCA6B))) * np.uint32(0x9E3779B1)

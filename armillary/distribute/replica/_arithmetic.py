@@ -34,7 +34,9 @@ def check_wire_dtype(dtype: Any) -> Any:
 def to_wire(value: jax.Array, dtype: Any) -> jax.Array:
     """Returns a value in the dtype in which floats travel."""
     is_float = jnp.issubdtype(value.dtype, jnp.floating)
-    return value if dtype is None or not is_float else value.astype(dtype)
+    if dtype is None or not is_float:
+        return value
+    return value.astype(dtype)
 
 
 def widen(op: ReduceOp, value: jax.Array) -> jax.Array:
@@ -59,23 +61,31 @@ def neutral(op: ReduceOp, value: jax.Array) -> jax.Array:
     """Returns an array like `value` that does not change the result of a reduction."""
     if op not in _EXTREMES:
         return jnp.zeros_like(value)
+
     least = -jnp.inf
     most = jnp.inf
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        least = jnp.iinfo(value.dtype).min
-        most = jnp.iinfo(value.dtype).max
+    is_integer = not jnp.issubdtype(value.dtype, jnp.inexact)
+    if is_integer:
+        limits = jnp.iinfo(value.dtype)
+        least = limits.min
+        most = limits.max
     return jnp.full_like(value, least if op is ReduceOp.MAX else most)
 
 
 def reduce_alone(op: ReduceOp, value: Any) -> Any:
     """Returns the reduction of a single value, in the dtype that several would have."""
-    value = jnp.asarray(value) if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        value = jnp.asarray(value)
+    # Python's other numbers, and tangents of integers, stay as they are.
     dtype = getattr(value, "dtype", float0)
-    if op in _EXTREMES or dtype == float0 or jnp.issubdtype(dtype, jnp.inexact):
+    keeps_dtype = dtype == float0 or jnp.issubdtype(dtype, jnp.inexact)
+    if keeps_dtype or op in _EXTREMES:
         return value
+
     if op is ReduceOp.MEAN:
-        return value / 1
-    return value.astype(int) if jnp.issubdtype(dtype, jnp.bool_) else value
+        return value / 1  # a float, as the mean of several integers is
+    is_flag = jnp.issubdtype(dtype, jnp.bool_)
+    return value.astype(int) if is_flag else value
 
 
 def reduce_along(op: ReduceOp, value: jax.Array, axis: int | None) -> jax.Array:

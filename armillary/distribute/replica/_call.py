@@ -49,8 +49,10 @@ class Call:
             function returned.
         """
         state = self._state
-        pairs = zip(self.policies, slots, strict=True)
-        start = [enter(policy, slot, context) for policy, slot in pairs]
+        start: list[Any] = []
+        for policy, slot in zip(self.policies, slots, strict=True):
+            start.append(enter(policy, slot, context))
+
         with (
             state.swapped(start),
             Scope(context.strategy, context),
@@ -61,20 +63,29 @@ class Call:
             self._values, self._treedef = jax.tree.flatten(result, is_leaf=state.holds)
             after = state.collect(start, self.name)
 
-        # By identity, because a traced array has no value to compare.
-        is_changed = [new is not old for old, new in zip(start, after, strict=True)]
-        self.changed = [i for i, changed in enumerate(is_changed) if changed]
-        old = [start[i] for i in self.changed]
-        new = [after[i] for i in self.changed]
-        returned = [
-            jnp.asarray(value) for value in self._values if is_array_or_number(value)
-        ]
+        self.changed = []
+        old: list[Any] = []
+        new: list[Any] = []
+        for i, (old_array, new_array) in enumerate(zip(start, after, strict=True)):
+            # By identity, because a traced array has no value to compare.
+            if new_array is not old_array:
+                self.changed.append(i)
+                old.append(old_array)
+                new.append(new_array)
+
+        returned: list[Any] = []
+        for value in self._values:
+            if is_array_or_number(value):
+                returned.append(jnp.asarray(value))
         return old, new, returned
 
     def split_outputs(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
         """Divides the outputs of a traced `run` into its three results."""
         count = len(self.changed)
-        return outputs[:count], outputs[count : 2 * count], outputs[2 * count :]
+        before = outputs[:count]
+        after = outputs[count : 2 * count]
+        returned = outputs[2 * count :]
+        return before, after, returned
 
     def write(self, values: Sequence[Any]) -> None:
         """Writes the new values of the changed arrays into the state.
@@ -108,6 +119,7 @@ class Call:
     def returned(self, arrays: Iterable[Any]) -> PyTree:
         """Returns the result of the function, with `arrays` in place of its arrays."""
         rest = iter(arrays)
-        return self._treedef.unflatten(
-            next(rest) if is_array_or_number(value) else value for value in self._values
-        )
+        values: list[Any] = []
+        for value in self._values:
+            values.append(next(rest) if is_array_or_number(value) else value)
+        return self._treedef.unflatten(values)

@@ -181,13 +181,18 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         num_replicas = jax.lax.axis_size(_axis_name())
         # For an uneven batch, several devices are one replica.
         devices_per_replica = mesh.size // num_replicas
+
+        hosts: list[int] = []  # of each replica
         if self._devices_per_group is not None:
-            devices = [i * devices_per_replica for i in range(num_replicas)]
-            return find_groups([i // self._devices_per_group for i in devices])
+            for replica in range(num_replicas):
+                first_device = replica * devices_per_replica
+                hosts.append(first_device // self._devices_per_group)
+            return find_groups(hosts)
         if isinstance(mesh, jax.sharding.AbstractMesh):
             return None  # Abstract devices have no processes.
-        first_devices = mesh.devices.flat[::devices_per_replica]
-        return find_groups([device.process_index for device in first_devices])
+        for device in mesh.devices.flat[::devices_per_replica]:
+            hosts.append(device.process_index)
+        return find_groups(hosts)
 
 
 def find_groups(hosts: Sequence[int]) -> list[list[int]] | None:
@@ -227,11 +232,16 @@ class ReductionToOneDevice(CrossDeviceOps):
         totals = list(values)
         # ORDER: one replica after the other, so that the sum of floats is always equal.
         for other in range(1, num_replicas):
-            received = jax.lax.ppermute(list(values), axis, [(other, 0)])
+            to_first = [(other, 0)]
+            received = jax.lax.ppermute(list(values), axis, to_first)
             totals = list(map(combine, totals, received))
+
         # A sum instead of a broadcast, which XLA lacks on some platforms. The zeros of
         # the other replicas change nothing except the sign of a zero.
-        sent = [jnp.where(is_first, total, jnp.zeros_like(total)) for total in totals]
+        sent: list[Any] = []
+        for total in totals:
+            zeros = jnp.zeros_like(total)
+            sent.append(jnp.where(is_first, total, zeros))
         return jax.lax.psum(sent, axis)
 
 
@@ -241,12 +251,13 @@ def _split(values: Sequence[Any], num_packs: int) -> list[list[Any]]:
         return [[value] for value in values]
     num_bytes = sum(value.nbytes for value in values)
     packs: list[list[Any]] = [[] for _ in range(num_packs)]
-    num_before = 0
+    num_before = 0  # bytes of the values before this one
     for value in values:
         # The pack in which the middle of the value lies.
         middle = num_before + value.nbytes / 2
         index = int(middle * num_packs / num_bytes) if num_bytes else 0
-        packs[min(index, num_packs - 1)].append(value)
+        last = num_packs - 1  # An empty value may be at the very end.
+        packs[min(index, last)].append(value)
         num_before += value.nbytes
     return [pack for pack in packs if pack]
 
@@ -255,23 +266,30 @@ def _by_dtype(
     reduce: Callable[[jax.Array], jax.Array], values: list[Any]
 ) -> list[jax.Array]:
     """Reduces the arrays of each dtype as one flat array."""
+    # A dictionary keeps the order, which must be the same on all processes.
+    places_of: dict[Any, list[int]] = {}
+    for place, value in enumerate(values):
+        places_of.setdefault(value.dtype, []).append(place)
+
     results: list[Any] = list(values)
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        places = [i for i, value in enumerate(values) if value.dtype == dtype]
-        flat = jnp.concatenate([jnp.ravel(values[i]) for i in places])
+    for places in places_of.values():
+        flat = jnp.concatenate([jnp.ravel(values[place]) for place in places])
         rest = reduce(flat)
-        for i in places:
-            size = math.prod(values[i].shape)
-            results[i] = rest[:size].reshape(values[i].shape)
+        for place in places:
+            shape = values[place].shape
+            size = math.prod(shape)
+            results[place] = rest[:size].reshape(shape)
             rest = rest[size:]
     return results
 
 
 def _sum_in_groups(flat: jax.Array, groups: list[list[int]], axis: str) -> jax.Array:
     """Returns a flat array summed over all replicas, by groups of equal size."""
+    # The replicas at the same position of each group, which hold the same part.
     across = [list(column) for column in zip(*groups, strict=True)]
     # Two scatters divide the array by the size of a group, and by their number.
-    num_missing = -flat.size % (len(groups) * len(across))
+    num_parts = len(across) * len(groups)
+    num_missing = -flat.size % num_parts
     padded = jnp.pad(flat, (0, num_missing))
     part = jax.lax.psum_scatter(padded, axis, axis_index_groups=groups, tiled=True)
     # The two halves of an all-reduce, because not every JAX has a `psum` over groups.

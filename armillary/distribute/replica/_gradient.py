@@ -171,10 +171,10 @@ def value_and_grad(
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
     ranges = [_find_range(state, variable) for variable in wanted]
     before = state.read()
-    # Nearly every variable is one array.
-    values = [
-        before[i] if i + 1 == stop else list(before[i:stop]) for i, stop in ranges
-    ]
+    values: list[Any] = []
+    for start, stop in ranges:
+        is_one_array = start + 1 == stop  # as nearly every variable
+        values.append(before[start] if is_one_array else list(before[start:stop]))
 
     def compute(values: Sequence[Any], slots: dict[int, Any], part: PyTree) -> Any:
         start = [slots.get(i, leaf) for i, leaf in enumerate(before)]
@@ -185,9 +185,12 @@ def value_and_grad(
             after = state.read()
 
         loss, aux = split_aux(result, has_aux)
-        new = {i: leaf for i, leaf in enumerate(after) if leaf is not start[i]}
         # Changes of earlier parts are kept, unless this part changes the slot again.
-        changed = {i: strong(leaf) for i, leaf in {**slots, **new}.items()}
+        changed = dict(slots)
+        for i, leaf in enumerate(after):
+            if leaf is not start[i]:
+                changed[i] = leaf
+        changed = {i: strong(leaf) for i, leaf in changed.items()}
         return loss, (aux, changed)
 
     def differentiate(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
@@ -207,10 +210,10 @@ def value_and_grad(
 
     gradients = result.gradients
     if treedef is not None:
-        pairs = zip(wanted, gradients, strict=True)
-        gradients = treedef.unflatten(
-            variable.replace(gradient) for variable, gradient in pairs
-        )
+        replaced: list[Any] = []
+        for variable, gradient in zip(wanted, gradients, strict=True):
+            replaced.append(variable.replace(gradient))
+        gradients = treedef.unflatten(replaced)
     value = (result.loss, result.outputs) if has_aux else result.loss
     return value, gradients
 
@@ -320,24 +323,31 @@ def _accumulate(
     _check_op(program, count, op)
     _check_outputs(types.outputs, size)
 
+    def add(total: jax.Array, new: jax.Array) -> jax.Array:
+        return total + new.astype(total.dtype)
+
     def add_part(carry: Any, part: PyTree) -> Any:
-        slots, total = carry
+        slots, totals = carry
         result = run(slots, part)
-        new = (result.loss, result.gradients)
-        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new)
-        return (result.slots, total), result.outputs
+        totals = jax.tree.map(add, totals, (result.loss, result.gradients))
+        return (result.slots, totals), result.outputs
 
     # The first part may write to slots that the loop must carry from its beginning.
     slots = {i: strong(before[i]) for i in types.slots}
     sum_types = (types.loss, types.gradients)
     zeros = jax.tree.map(_zeros, sum_types)
-    (slots, total), outputs = jax.lax.scan(add_part, (slots, zeros), parts)
+    (slots, totals), outputs = jax.lax.scan(add_part, (slots, zeros), parts)
 
     divisor = 1 if op == "sum" else count
-    loss, gradients = jax.tree.map(
-        lambda kind, sum_: (sum_ / divisor).astype(kind.dtype), sum_types, total
-    )
-    outputs = jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), outputs)
+
+    def finish(kind: Any, total: jax.Array) -> jax.Array:
+        return (total / divisor).astype(kind.dtype)
+
+    def join_parts(rows: jax.Array) -> jax.Array:
+        return rows.reshape(-1, *rows.shape[2:])
+
+    loss, gradients = jax.tree.map(finish, sum_types, totals)
+    outputs = jax.tree.map(join_parts, outputs)
     return _LossAndGradients(loss, outputs, slots, gradients)
 
 
@@ -359,7 +369,8 @@ def _size_of_part(batch: PyTree, count: int) -> int:
     """Returns the number of examples in each of `count` parts of a batch."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or () in sizes:
+    has_scalar = () in sizes
+    if len(sizes) != 1 or has_scalar:
         raise BatchSizeError(
             f"`batch` of `value_and_grad` has arrays of shapes {shapes}, but the first "
             "axis of all must count the same examples. Let the loss function use all "
@@ -393,7 +404,8 @@ def _zeros(kind: Any) -> jax.Array:
 
     In half precision, a sum loses small numbers.
     """
-    return jnp.zeros(kind.shape, jnp.promote_types(kind.dtype, jnp.float32))
+    dtype = jnp.promote_types(kind.dtype, jnp.float32)
+    return jnp.zeros(kind.shape, dtype)
 
 
 class _FindAverage(Dataflow[bool]):

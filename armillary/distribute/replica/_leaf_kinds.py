@@ -84,10 +84,12 @@ class StateKinds:
         """Returns the kind of a leaf; the first rule that finds it counts."""
         known = self._variables.get(leaf.path(PURE_STATE))
         kind = kind_of(leaf) if known is None else known.kind
-        rule = next((rule for rule in self._rules if rule.finds(leaf)), None)
-        if rule is None or not rule.fits(leaf):
-            return kind
-        return kind._replace(aggregation=rule.aggregation)
+        for rule in self._rules:
+            if rule.finds(leaf):
+                if rule.fits(leaf):
+                    return kind._replace(aggregation=rule.aggregation)
+                return kind
+        return kind
 
     def place_of(self, leaf: Leaf) -> str:
         """Returns the name of a leaf in messages, with its name in its library."""
@@ -182,13 +184,16 @@ def _names_near(key: Any, leaves: Iterable[Leaf]) -> list[str]:
         found = {leaf.path(PURE_STATE) for leaf in leaves}
 
     def nearness(name: str) -> float:
+        # The key may be one name of a long path.
         parts = [name, *name.split("/")]
-        return max(
-            difflib.SequenceMatcher(None, wanted, part).ratio() for part in parts
-        )
+        return max(_likeness(wanted, part) for part in parts)
 
     # Names that are equally near are in the order of the alphabet.
     return sorted(sorted(found), key=nearness, reverse=True)
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
 
 
 def _shown(key: Any) -> str:
@@ -198,8 +203,9 @@ def _shown(key: Any) -> str:
 def _has_value(leaf: Leaf) -> bool:
     """Returns whether a leaf is or becomes an array, so that it can have a kind."""
     value = leaf.value
-    is_number = isinstance(value, np.ndarray | np.generic) or type(value) is int
-    return is_number or is_array(value) or is_leaf_variable(value)
+    is_of_numpy = isinstance(value, np.ndarray | np.generic)
+    is_integer = type(value) is int  # but not a flag
+    return is_of_numpy or is_integer or is_array(value) or is_leaf_variable(value)
 
 
 def _value_of(leaf: Leaf) -> Any:

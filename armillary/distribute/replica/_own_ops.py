@@ -60,13 +60,15 @@ def reduce_by(
             by_order = jax.lax.pmax if asked is ReduceOp.MAX else jax.lax.pmin
             # JAX raises an error here, because these have no derivative.
             return jax.jvp(lambda parts: by_order(parts, axis_name), primals, tangents)
+
         # A sum is linear. Its derivative uses XLA's own sum, which JAX can transpose.
         # The user's operations may have no transpose.
         is_float = [change.dtype != float0 for change in changes]
-        own = list(itertools.compress(changes, is_float))
-        sums = iter(jax.lax.psum(own, axis_name))
-        pairs = zip(changes, is_float, strict=True)
-        totals = [next(sums) if has_sum else zero for zero, has_sum in pairs]
+        floats = list(itertools.compress(changes, is_float))
+        sums = iter(jax.lax.psum(floats, axis_name))
+        totals: list[Any] = []
+        for change, has_sum in zip(changes, is_float, strict=True):
+            totals.append(next(sums) if has_sum else change)
         return reduce(parts), totals
 
     return reduce(values)

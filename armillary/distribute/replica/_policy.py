@@ -107,9 +107,8 @@ def policies_of(state: State, leaves: Sequence[jax.Array]) -> list[Policy]:
     check_annotations(state)
     policies: list[Policy] = []
     for slot, start, stop in state.ranges:
-        for i, is_of_optimizer in zip(
-            range(start, stop), slot.is_of_optimizer(), strict=True
-        ):
+        indices = range(start, stop)
+        for i, is_of_optimizer in zip(indices, slot.is_of_optimizer(), strict=True):
             policy = _policy_of(slot, state.kinds[i], leaves[i], is_of_optimizer)
             policies.append(policy)
     return policies
@@ -183,6 +182,8 @@ def _policy_of(
     is_typed_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     is_raw_key = kind.role is Role.RANDOM_KEY and leaf.dtype == jnp.uint32
     is_key = is_typed_key or is_raw_key
+
+    # Keys cannot be combined, and flags cannot be added up.
     is_combined_key = is_key and policy is not Policy.MIRRORED
     is_flag = leaf.dtype == bool and policy in (Policy.SUM, Policy.MEAN)
     if given is not None and (is_flag or is_combined_key):
@@ -248,33 +249,44 @@ def combine(
         idle: The value that a replica without data adds to a sum; by default 0.
     """
     if policy is Policy.ONLY_FIRST_REPLICA:
+        # A sum to which all other replicas add zeros.
         first = _masked(context.is_first(), value)
         return _sum(first, context)
     if context.num_active < context.num_replicas_in_sync:
         value = _masked(context.is_active(), value, idle)
-    return _sum(value, context) if policy is Policy.SUM else _mean(value, context)
+    if policy is Policy.SUM:
+        return _sum(value, context)
+    return _mean(value, context)
 
 
 def _masked(
     holds: jax.Array, value: jax.Array, other: jax.Array | None = None
 ) -> jax.Array:
-    """Returns a value on replicas where a condition holds, and `other` elsewhere."""
-    other = jnp.zeros_like(value) if other is None else other
+    """Returns a value on replicas where a condition holds, and `other` elsewhere.
+
+    By default, `other` is zero, which changes no sum.
+    """
+    if other is None:
+        other = jnp.zeros_like(value)
     return jnp.where(holds, value, other)
 
 
 def _sum(value: jax.Array, context: ReplicaContext) -> jax.Array:
+    """Returns the sum over all replicas, in the dtype of the value."""
     wide = value.astype(int) if value.dtype == bool else value
     total = jax.lax.psum(wide, context.strategy.axis_name)
     return total.astype(value.dtype)
 
 
 def _mean(value: jax.Array, context: ReplicaContext) -> jax.Array:
+    """Returns the mean over the replicas with data, in the dtype of the value."""
     count = context.num_active
     if not jnp.issubdtype(value.dtype, jnp.integer):
         # In half precision the sum may overflow.
-        wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-        return (_sum(wide, context) / count).astype(value.dtype)
+        wide_dtype = jnp.promote_types(value.dtype, jnp.float32)
+        total = _sum(value.astype(wide_dtype), context)
+        return (total / count).astype(value.dtype)
+
     # The sum of integers may overflow, and floats may not hold them. So sum the
     # quotients, and the rests, which are small.
     wide = value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
@@ -290,8 +302,8 @@ def _fold_replica_in(value: jax.Array, context: ReplicaContext) -> jax.Array:
     replica = _replica_id(context)
 
     def fold(key: jax.Array) -> jax.Array:
-        other = jax.random.fold_in(key, _OTHER_REPLICAS)
-        other = jax.random.fold_in(other, replica)
+        of_others = jax.random.fold_in(key, _OTHER_REPLICAS)
+        other = jax.random.fold_in(of_others, replica)
         other_data = jax.random.key_data(other)
 
         def choose(own_data: jax.Array) -> jax.Array:

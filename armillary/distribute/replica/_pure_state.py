@@ -51,7 +51,10 @@ def _is_data(leaf: Leaf) -> bool:
     if isinstance(value, np.ndarray | np.generic) or type(value) is int:
         return True
     # A class of Flax declares its constants with `pytree_node=False`.
-    is_of_flax = bool(leaf.above) and hasattr(type(leaf.above[-1]), "_flax_dataclass")
+    if not leaf.above:
+        return False
+    parent_type = type(leaf.above[-1])
+    is_of_flax = hasattr(parent_type, "_flax_dataclass")
     return is_of_flax and type(value) is float
 
 
@@ -91,10 +94,11 @@ def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
         depths = [i for i, node in enumerate(leaf.above) if is_tree_node(node)]
         if not depths or not is_tree_variable(leaf.above[-1]):
             continue
+        variable = leaf.above[-1]
         # The state may have the same module twice, such as for an average.
         module = leaf.keys[: depths[0]]
         place = leaf.expression(PURE_STATE)
-        first = places.setdefault((module, id(leaf.above[-1])), place)
+        first = places.setdefault((module, id(variable)), place)
         if first != place:
             raise ValueError(
                 f"`{first}` and `{place}` are one variable of NNX, but `state` is a "
@@ -141,8 +145,7 @@ def take_back(held: PyTree, returned: PyTree) -> PyTree:
     check_state(held, new)
     old_leaves, structure = jax.tree.flatten(held, is_leaf=is_object)
     new_leaves = structure.flatten_up_to(new)
-    pairs = zip(old_leaves, new_leaves, strict=True)
-    return structure.unflatten(_take_object(*pair) for pair in pairs)
+    return structure.unflatten(map(_take_object, old_leaves, new_leaves))
 
 
 def _map_states(
@@ -171,7 +174,8 @@ def _take_object(old: Any, new: Any) -> Any:
 def is_like(held: PyTree, returned: PyTree) -> bool:
     """Returns whether a value could be the state that a step left."""
     new = _map_states(_equinox.is_replica_state, _equinox.as_state, returned)
-    return next(_find_changes(held, new, ()), None) is None
+    first_change = next(_find_changes(held, new, ()), None)
+    return first_change is None
 
 
 def check_state(before: PyTree, after: PyTree) -> None:
@@ -199,7 +203,7 @@ def _find_changes(before: Any, after: Any, keys: tuple[Any, ...]) -> Iterator[st
     elif old is None or new is None or type(before) is not type(after):
         change = f"was {_describe_node(before)} and became {_describe_node(after)}"
         yield f"`{place}` {change}"
-    elif [own for own, _ in old] != [own for own, _ in new]:
+    elif [key for key, _ in old] != [key for key, _ in new]:
         yield from _compare_children(dict(old), dict(new), keys)
     else:
         for (own, was), (_, now) in zip(old, new, strict=True):
@@ -213,13 +217,15 @@ def _compare_children(
     old: Mapping[Any, Any], new: Mapping[Any, Any], keys: tuple[Any, ...]
 ) -> Iterator[str]:
     """Yields the differences below a node with new or lost children."""
-    for own in dict.fromkeys([*old, *new]):
+    all_keys = dict.fromkeys([*old, *new])
+    for own in all_keys:
+        child_keys = (*keys, *own)
         if own not in new:
-            yield f"`{expression_of(PURE_STATE, (*keys, *own))}` is gone"
+            yield f"`{expression_of(PURE_STATE, child_keys)}` is gone"
         elif own not in old:
-            yield f"`{expression_of(PURE_STATE, (*keys, *own))}` is new"
+            yield f"`{expression_of(PURE_STATE, child_keys)}` is new"
         else:
-            yield from _find_changes(old[own], new[own], (*keys, *own))
+            yield from _find_changes(old[own], new[own], child_keys)
 
 
 def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:

@@ -124,6 +124,8 @@ class ReplicaContext:
         given = [jnp.asarray(leaves[i]) for i in places]
         wide = [self._counted(op, widen(op, array)) for array in given]
         sent = [to_wire(array, wire_dtype) for array in wide]
+
+        # In one round, because XLA can join the arrays of one operation.
         received = self._reduce(op, sent)
         for i, old, whole, result in zip(places, given, wide, received, strict=True):
             result = result.astype(whole.dtype)

@@ -4,7 +4,6 @@ The function's program is traced and checked first, and then evaluated. An error
 state that would differ names the line that writes it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,16 +124,24 @@ class _MappedCall(Call):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_argument)
         self._leaves = leaves
         self._structure = structure
-        self._places = [
-            i for i, x in enumerate(leaves) if is_array_or_number(array_of(x))
-        ]
+        # The places of the arrays among the arguments.
+        self._places: list[int] = []
+        self.arrays: list[Any] = []
+        self.is_split: list[bool] = []
+        batches: list[PerReplica] = []
+        for place, leaf in enumerate(leaves):
+            array = array_of(leaf)
+            if not is_array_or_number(array):
+                continue
+            # A value that is equal on all replicas is not split when it is passed
+            # again.
+            is_split = is_per_replica(leaf) and not leaf.is_shared
+            self._places.append(place)
+            self.arrays.append(array)
+            self.is_split.append(is_split)
+            if is_split:
+                batches.append(leaf)
 
-        given = [leaves[i] for i in self._places]
-        self.arrays = list(map(array_of, given))
-        # A value that is equal on all replicas is not split when it is passed again.
-        self.is_split = [is_per_replica(leaf) and not leaf.is_shared for leaf in given]
-
-        batches = list(itertools.compress(given, self.is_split))
         active, self.num_replicas = _find_active(batches, strategy)
         self._context = ReplicaContext(
             strategy,
@@ -170,10 +177,11 @@ class _MappedCall(Call):
         results = evaluate(program, [*slots, *arrays])
         start, after, values = self.split_outputs(results)
         policies = [self.policies[i] for i in self.changed]
-        final = [
-            leave_step(*row, self._context)
-            for row in zip(policies, start, after, is_same, strict=True)
-        ]
+        final: list[Any] = []
+        for row in zip(policies, start, after, is_same, strict=True):
+            final.append(leave_step(*row, self._context))
+
+        # A result of its own has an axis of replicas, with this replica's row.
         own: list[Any] = []
         equal: list[Any] = []
         for value, is_equal in zip(values, self._is_equal, strict=True):
@@ -259,10 +267,12 @@ class _MappedCall(Call):
                 kind = state.kinds[i]
                 is_plain = kind.role is Role.PLAIN and not kind.aggregation
                 may_be_key = is_plain and self.before[i].dtype == jnp.uint32
-                if may_be_key and not is_of_optimizer:
-                    pure_path = pure_path_of(slot, state.paths[i])
-                    label = Label(LabelKind.RAW_KEY, state.display_name(i), pure_path)
-                    facts[i] = Facts(labels=frozenset({label}))
+                if not may_be_key or is_of_optimizer:
+                    continue
+                name = state.display_name(i)
+                pure_path = pure_path_of(slot, state.paths[i])
+                label = Label(LabelKind.RAW_KEY, name, pure_path)
+                facts[i] = Facts(labels=frozenset({label}))
         return facts
 
 
@@ -291,10 +301,14 @@ def _find_active(
 ) -> tuple[Active, int]:
     """Returns the replicas with data, and the number of replicas that run."""
     num_replicas = strategy.num_replicas_in_sync
+    counts: set[tuple[Active, int]] = set()
     for batch in batches:
-        if num_replicas % len(batch.array):
+        num_rows = len(batch.array)
+        # An uneven batch may be on fewer replicas, but these use all devices.
+        if num_replicas % num_rows:
             raise other_count(batch, strategy)
-    counts = {(batch.active_replicas, len(batch.array)) for batch in batches}
+        counts.add((batch.active_replicas, num_rows))
+
     if not counts:
         return first_replicas(num_replicas), num_replicas
     if len(counts) > 1:

@@ -71,9 +71,10 @@ def run_alone(
     else:
         # Without the axis, the program is cheaper, and any operation may be in it.
         outputs = evaluate()
-    count = len(call.changed)
-    call.write(outputs[:count])
-    return call.returned(outputs[count:])
+
+    num_changed = len(call.changed)
+    call.write(outputs[:num_changed])
+    return call.returned(outputs[num_changed:])
 
 
 def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
@@ -118,12 +119,13 @@ def _names_axis(program: core.ClosedJaxpr, axis: str) -> bool:
 def _bring_to(device: Any, state: State) -> None:
     """Moves arrays that are on other devices, such as on a mesh of the program."""
     leaves = state.read()
+    here = SingleDeviceSharding(device)
     elsewhere: set[int] = set()
     for i, leaf in enumerate(leaves):
         is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_placed and leaf.committed and leaf.devices() != {device}:
             elsewhere.add(i)
-            leaves[i] = jax.device_put(leaf, SingleDeviceSharding(device))
+            leaves[i] = jax.device_put(leaf, here)
     if elsewhere:
         state.write(leaves, elsewhere)
 
@@ -142,6 +144,7 @@ def _run_in_place(
     device = context.strategy.default_device
     if device is not None:
         _bring_to(device, state)
+
     results: list[Any] = []
     treedef: Any = None
 
@@ -159,10 +162,14 @@ def _run_in_place(
 
     with state.moved() as move:
         axis = context.strategy.axis_name
+        # The operand only gives the axis its length of 1.
         outputs = iter(jax.vmap(run, axis_name=axis)(jnp.zeros(1)))
 
     def without_axis(leaf: Any) -> Any:
-        return next(outputs)[0] if _has_axis(leaf) else leaf
+        if not _has_axis(leaf):
+            return leaf
+        row = next(outputs)
+        return row[0]
 
     # ORDER: as in `run`, because `outputs` are taken one after the other.
     values = [without_axis(leaf) for leaf in results]

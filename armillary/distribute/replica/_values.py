@@ -99,16 +99,20 @@ class PerReplica:
         """The values in one array of shape `(num_replicas, ...)`."""
         if self.shared_by is None:
             return self.array
-        return jnp.broadcast_to(self.array, (self.shared_by, *jnp.shape(self.array)))
+        shape = (self.shared_by, *jnp.shape(self.array))
+        return jnp.broadcast_to(self.array, shape)
 
     @property
     def active(self) -> jax.Array:
         """The rows of `stacked` that mean something."""
         stacked = self.stacked
         held = self.active_replicas
-        if len(held) == stacked.shape[0]:
+        count = len(held)
+        if count == stacked.shape[0]:
             return stacked
-        return stacked[: len(held)] if are_first(held) else stacked[np.array(held)]
+        if are_first(held):
+            return stacked[:count]  # A slice is cheaper than a gather.
+        return stacked[np.array(held)]
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -122,9 +126,11 @@ class PerReplica:
 
     def _parts(self) -> dict[int, jax.Array]:
         held = self.active_replicas
-        if isinstance(self.array, Tracer) or not isinstance(self.array, jax.Array):
+        is_traced = isinstance(self.array, Tracer)
+        if is_traced or not isinstance(self.array, jax.Array):
             stacked = self.stacked
             return {replica: stacked[replica] for replica in held}
+
         if self.shared_by is None:
             found = _rows(self.array)
         else:
@@ -135,9 +141,11 @@ class PerReplica:
         return {replica: found[replica] for replica in held if replica in found}
 
     def __repr__(self) -> str:
+        inside = "?"
         shape = getattr(self.array, "shape", None)
-        own = slice(None) if self.is_shared else slice(1, None)
-        inside = "?" if shape is None else f"{self.array.dtype}{list(shape[own])}"
+        if shape is not None:
+            own_shape = shape if self.is_shared else shape[1:]
+            inside = f"{self.array.dtype}{list(own_shape)}"
         return f"PerReplica({self.num_active} x {inside})"
 
     def _refusal(self) -> str:
@@ -218,7 +226,9 @@ def _copies(array: jax.Array, num_replicas: int) -> dict[int, jax.Array]:
     devices = list(mesh.devices.flat)
     copies: dict[int, jax.Array] = {}
     for shard in array.addressable_shards:
-        replica = devices.index(shard.device) * num_replicas // len(devices)
+        # Several devices in a row may be one replica.
+        place = devices.index(shard.device)
+        replica = place * num_replicas // len(devices)
         copies.setdefault(replica, shard.data)
     return copies
 
@@ -246,8 +256,10 @@ def concatenate(value: PerReplica, axis: int) -> jax.Array:
             "an axis it has, or `strategy.local_results(value)`."
         )
     place = axis % len(shape)
-    joined = (*shape[:place], rows.shape[0] * shape[place], *shape[place + 1 :])
-    return jnp.moveaxis(rows, 0, place).reshape(joined)
+    before = shape[:place]
+    after = shape[place + 1 :]
+    size = rows.shape[0] * shape[place]
+    return jnp.moveaxis(rows, 0, place).reshape(*before, size, *after)
 
 
 def other_count(value: PerReplica, strategy: object) -> ValueError:

@@ -5,9 +5,11 @@ its stack of layers, can stay divided like the parameter.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from armillary._dataflow import union
 from armillary.distribute.analysis._operations import (
     CUMULATIVE,
     CURVED,
@@ -54,7 +56,7 @@ def follow(equation: Any, facts: Sequence[Fact]) -> list[Fact] | None:
     """
     name = equation.primitive.name
     if name == "optimization_barrier":
-        return list(facts)
+        return list(facts)  # It has a result for each operand.
     divided = [fact for fact in facts if fact is not None]
     first = divided[0]
     if any(fact.entries != first.entries for fact in divided):
@@ -64,21 +66,23 @@ def follow(equation: Any, facts: Sequence[Fact]) -> list[Fact] | None:
     if name in _ELEMENTWISE and _has_one_shape(equation):
         entries = first.entries
     elif name == "concatenate":
-        is_divided = first.entries[equation.params["dimension"]] is not None
-        entries = None if is_divided or len(divided) < len(facts) else first.entries
+        joined_axis = equation.params["dimension"]
+        is_joined_whole = first.entries[joined_axis] is None
+        are_all_divided = len(divided) == len(facts)
+        if is_joined_whole and are_all_divided:
+            entries = first.entries
     elif name in _RULES and facts[0] is not None:
         entries = _RULES[name](equation, first)
     if entries is None:
         return None
-    return [Division(entries, _find_constants(facts))]
+    return [Division(entries, _find_constants(divided))]
 
 
-def _find_constants(facts: Sequence[Fact]) -> frozenset[int]:
+def _find_constants(divided: Sequence[Division]) -> frozenset[int]:
     """Returns the constants that a value is made from, if it is made from no others."""
-    divided = [fact for fact in facts if fact is not None]
     if not all(fact.constants for fact in divided):
         return frozenset()
-    return frozenset(itertools.chain(*(fact.constants for fact in divided)))
+    return union(fact.constants for fact in divided)
 
 
 def _has_one_shape(equation: Any) -> bool:
@@ -106,29 +110,34 @@ def _reshape(equation: Any, division: Division) -> tuple[Any, ...] | None:
     for axis, entry in enumerate(division.entries):
         if entry is None:
             continue
-        targets = [
-            target
-            for target, size in enumerate(new_sizes)
-            if size == old_sizes[axis] and new[target] % old[axis] == 0
-        ]
-        if not targets:
+        # The new axis must cover the same elements, and devices must be able to divide
+        # it as they divide the old one.
+        target = None
+        for new_axis, size in enumerate(new_sizes):
+            has_same_size = size == old_sizes[axis]
+            if has_same_size and new[new_axis] % old[axis] == 0:
+                target = new_axis
+        if target is None:
             return None
-        found[targets[-1]] = entry
+        found[target] = entry
     return tuple(found)
 
 
 def _count_behind(shape: Sequence[int]) -> list[int]:
     """Returns the number of elements of each axis and the axes behind it."""
-    sizes = itertools.accumulate(reversed(shape), lambda size, other: size * other)
+    sizes = itertools.accumulate(reversed(shape), operator.mul)
     return list(reversed(list(sizes)))
 
 
 def _squeeze(equation: Any, division: Division) -> tuple[Any, ...] | None:
     removed = set(equation.params["dimensions"])
-    entries = division.entries
-    if any(entries[axis] is not None for axis in removed):
-        return None
-    return tuple(entry for axis, entry in enumerate(entries) if axis not in removed)
+    kept: list[Any] = []
+    for axis, entry in enumerate(division.entries):
+        if axis not in removed:
+            kept.append(entry)
+        elif entry is not None:
+            return None
+    return tuple(kept)
 
 
 def _add_axes(equation: Any, division: Division) -> tuple[Any, ...] | None:

@@ -43,11 +43,14 @@ def as_device(name: str, device: Any) -> Device:
     """Returns a device given as a `jax.Device` or as a name such as `"gpu:1"`."""
     if isinstance(device, Device):
         return device
+
     # TensorFlow's names are paths, and their last part may begin with `device:`.
     parts = re.fullmatch(r"(?:.*/)?(?:device:)?(\w+):(\d+)", str(device).lower())
+    # JAX does not know the platform, or has fewer devices.
     with contextlib.suppress(RuntimeError, IndexError):
         if parts is not None:
-            return jax.local_devices(backend=parts[1])[int(parts[2])]
+            platform, number = parts.groups()
+            return jax.local_devices(backend=platform)[int(number)]
     known = ", ".join(map(_name, jax.local_devices()))
     raise ValueError(
         f"`{name}` is {device!r}, but this process has no such device. Its devices "
@@ -60,7 +63,9 @@ def as_devices(name: str, devices: Any) -> list[Device]:
     if devices is None:
         found = list(jax.local_devices())
         return found[:1] if has_stand_ins() else found
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
+
+    is_list = isinstance(devices, Sequence) and not isinstance(devices, str)
+    if not is_list or not devices:
         raise ValueError(
             f"`{name}` is {devices!r}, but it must be a sequence of at least one "
             f'device. Use names as in `{name}=["cpu:0", "cpu:1"]`.'
@@ -113,7 +118,11 @@ class SingleLayout(_OneReplica, _TakesAll):
         return self
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
-        return _describe(types, lambda s: (*leading, *s), lambda _: self.sharding)
+        return _describe(
+            types,
+            lambda shape: (*leading, *shape),
+            lambda _: self.sharding,
+        )
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -190,8 +199,11 @@ class ReplicaLayout(_OnMesh, _TakesAll):
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         sharding = self._sharding(len(leading), None)
-        shape = (*leading, self.num_replicas)
-        return _describe(types, lambda s: (*shape, *s), lambda _: sharding)
+        return _describe(
+            types,
+            lambda shape: (*leading, self.num_replicas, *shape),
+            lambda _: sharding,
+        )
 
     def place(
         self, arrays: PyTree, leading_axes: int = 0, num_replicas: int | None = None
@@ -204,12 +216,15 @@ class ReplicaLayout(_OnMesh, _TakesAll):
         return place_rows(arrays, sharding, leading_axes, rows, count)
 
     def _sharding(self, leading_axes: int, num_replicas: int | None) -> NamedSharding:
+        """Returns the sharding of an array with the replicas behind other axes."""
+        mesh = narrow_mesh(self.mesh, num_replicas)
         spec = PartitionSpec(*[None] * leading_axes, self.axis_name)
-        return NamedSharding(narrow_mesh(self.mesh, num_replicas), spec)
+        return NamedSharding(mesh, spec)
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         mesh = narrow_mesh(self.mesh, len(rows))
-        return _take_locally(mesh, PartitionSpec(self.axis_name), arrays, rows)
+        spec = PartitionSpec(self.axis_name)
+        return _take_locally(mesh, spec, arrays, rows)
 
     def wrap(self, arrays: PyTree, active: Active) -> PyTree:
         return jax.tree.map(lambda leaf: PerReplica(leaf, active), arrays)
@@ -226,9 +241,14 @@ class MeshLayout(_OneReplica, _OnMesh):
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+        def whole(shape: tuple[int, ...]) -> tuple[int, ...]:
+            """Returns the shape of a batch, from the shape of one of its parts."""
+            num_rows, *others = shape
+            return (*leading, num_rows * self.num_shares, *others)
+
         return _describe(
             types,
-            lambda s: (*leading, s[0] * self.num_shares, *s[1:]),
+            whole,
             lambda shape: self.sharding_of(shape, len(leading)),
         )
 
@@ -258,13 +278,16 @@ class MeshLayout(_OneReplica, _OnMesh):
 
     def _axes_for(self, num_examples: int) -> tuple[str, ...]:
         """Returns the axes with the most devices that divide `num_examples`."""
-        counts = {
-            axes: math.prod(self.mesh.shape[axis] for axis in axes)
-            for length in range(len(self.axes) + 1)
-            for axes in itertools.combinations(self.axes, length)
-        }
-        fitting = [axes for axes, n in counts.items() if num_examples % n == 0]
-        return max(fitting, key=lambda axes: counts[axes])
+        best: tuple[str, ...] = ()
+        most_devices = 1
+        for length in range(1, len(self.axes) + 1):
+            for axes in itertools.combinations(self.axes, length):
+                num_devices = math.prod(self.mesh.shape[axis] for axis in axes)
+                is_fitting = num_examples % num_devices == 0
+                if is_fitting and num_devices > most_devices:
+                    best = axes
+                    most_devices = num_devices
+        return best
 
     def gather(self, arrays: PyTree, rows: Any) -> PyTree:
         spec = PartitionSpec(self._axes_for(len(rows)))
@@ -295,10 +318,11 @@ class PipelineLayout(MeshLayout):
 
     def __post_init__(self) -> None:
         parts = self._parts_of_processes
-        distinct = set(parts.values())
-        num_held = sum(len(own) for own in distinct)
-        are_equal = len({len(own) for own in distinct}) == 1
-        if num_held != self.num_shares or not are_equal:
+        counts = [len(own) for own in set(parts.values())]
+        # A part in two different sets of parts would count twice.
+        are_separate = sum(counts) == self.num_shares
+        are_equal = len(set(counts)) == 1
+        if not are_separate or not are_equal:
             lines = "\n".join(
                 f"  process {process}: {', '.join(map(str, own))}"
                 for process, own in parts.items()
@@ -316,13 +340,14 @@ class PipelineLayout(MeshLayout):
     @functools.cached_property
     def _parts_of_processes(self) -> dict[int, tuple[int, ...]]:
         """The numbers of the parts of a batch that the devices of a process hold."""
-        spec = PartitionSpec(self.axes)
-        sharding = NamedSharding(self.mesh, spec)
+        # An array with one number for each part shows which device holds which part.
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
+        indices = sharding.devices_indices_map((self.num_shares,))
         held: dict[int, set[int]] = {}
-        for device, index in sharding.devices_indices_map((self.num_shares,)).items():
+        for device, index in indices.items():
             assert index is not None
-            own = held.setdefault(device.process_index, set())
-            own.add(index[0].start or 0)
+            part = index[0].start or 0
+            held.setdefault(device.process_index, set()).add(part)
         return {process: tuple(sorted(own)) for process, own in sorted(held.items())}
 
     @functools.cached_property
@@ -349,7 +374,8 @@ class PipelineLayout(MeshLayout):
             def read(index: Index | None) -> np.ndarray:
                 # From a part of the global batch to a part of this process.
                 assert index is not None
-                part = (index[leading_axes].start or 0) // max(size, 1)
+                first_row = index[leading_axes].start or 0
+                part = first_row // max(size, 1)
                 start = own.index(part) * size
                 rows = slice(start, start + size)
                 return host[(*index[:leading_axes], rows)]

@@ -67,14 +67,7 @@ class Rules:
         for path, spec in (rules or {}).items():
             check_instance("rules", path, str, fix)
             check_instance(f'rules["{path}"]', spec, PartitionSpec, fix)
-            named = [axis for entry in spec for axis in axes_of(entry)]
-            unknown = [axis for axis in named if axis not in mesh.axis_names]
-            if unknown:
-                raise ValueError(
-                    f'`rules["{path}"]` is {spec}, but {unknown[0]!r} is not an axis '
-                    f"of the mesh. Use some of {list(mesh.axis_names)}."
-                )
-            NamedSharding(mesh, spec)  # JAX refuses an axis that is named twice.
+            _check_axes(path, spec, mesh)
         self._rules = {re.compile(path): spec for path, spec in (rules or {}).items()}
         # The rules that have not matched an array of any program yet.
         self._unused = set(self._rules)
@@ -87,10 +80,10 @@ class Rules:
 
         If the state is the whole state of a step, each rule must have matched by now.
         """
-        specs = [decision.spec for decision in self.decide(state, mesh)]
+        decisions = self.decide(state, mesh)
         if is_whole:
             self._check_used(state)
-        return specs
+        return [decision.spec for decision in decisions]
 
     def decide(self, state: State, mesh: AnyMesh) -> list[Decision]:
         """Returns the division of each array of a state, with the reason."""
@@ -98,23 +91,27 @@ class Rules:
         decisions = [Decision(PartitionSpec(), _WHOLE)] * len(leaves)
         parameters: list[int] = []
         followers: list[int] = []
-        pairs = zip(leaves, state.kinds, state.of_optimizer, strict=True)
-        for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
-            if _may_be_split(leaf, kind):
-                found = followers if is_of_optimizer else parameters
-                found.append(index)
+        rows = zip(leaves, state.kinds, state.of_optimizer, strict=True)
+        for index, (leaf, kind, is_of_optimizer) in enumerate(rows):
+            if not _may_be_split(leaf, kind):
+                continue
+            if is_of_optimizer:
+                followers.append(index)
+            else:
+                parameters.append(index)
 
         annotations = state.axis_names
         for index in parameters:
             path = state.paths[index]
-            decisions[index] = self._choose(
-                path, leaves[index], annotations[index], mesh
-            )
+            annotation = annotations[index]
+            decisions[index] = self._choose(path, leaves[index], annotation, mesh)
+
         leaders = _Leaders(state.paths, leaves, parameters)
         for index in followers:
-            leader = leaders.find(state.paths[index], leaves[index])
+            leaf = leaves[index]
+            leader = leaders.find(state.paths[index], leaf)
             if leader is None:
-                spec, reason = _automatic(mesh, leaves[index].shape)
+                spec, reason = _automatic(mesh, leaf.shape)
                 decisions[index] = Decision(spec, f"{reason} ({_NO_LEADER})")
             else:
                 reason = f"like {state.paths[leader]}"
@@ -130,6 +127,7 @@ class Rules:
         own = _own_spec(leaf, mesh)
         if own is None:
             return self._choose_new(path, leaf, annotation, matching, mesh)
+
         try:
             new = self._choose_new(path, leaf, annotation, matching, mesh)
         except ValueError:
@@ -172,15 +170,19 @@ class Rules:
         """Raises if a rule has matched no parameter of any program."""
         if not self._unused:
             return
-        parameters: list[int] = []
-        pairs = zip(state.read(), state.kinds, state.of_optimizer, strict=True)
-        for index, (leaf, kind, is_of_optimizer) in enumerate(pairs):
-            if _may_be_split(as_array(leaf), kind) and not is_of_optimizer:
-                parameters.append(index)
-        is_plain = [state.kinds[index].role is Role.PLAIN for index in parameters]
-        if not any(is_plain):
+        paths: list[str] = []
+        has_plain = False
+        rows = zip(
+            state.paths, state.read(), state.kinds, state.of_optimizer, strict=True
+        )
+        for path, leaf, kind, is_of_optimizer in rows:
+            if is_of_optimizer or not _may_be_split(as_array(leaf), kind):
+                continue
+            paths.append(path)
+            if kind.role is Role.PLAIN:
+                has_plain = True
+        if not has_plain:
             return
-        paths = [state.paths[index] for index in parameters]
         unused = " and ".join(repr(pattern.pattern) for pattern in self._unused)
         raise ValueError(
             f"`rules` has {unused}, found in none of these paths:\n"
@@ -237,7 +239,20 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     """Returns the axes of the mesh that one entry of a `PartitionSpec` names."""
     if entry is None:
         return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+    has_several = isinstance(entry, tuple | list)
+    return tuple(entry) if has_several else (entry,)
+
+
+def _check_axes(path: str, spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raises if the rule for a path names an axis that the mesh lacks, or one twice."""
+    for entry in spec:
+        for axis in axes_of(entry):
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f'`rules["{path}"]` is {spec}, but {axis!r} is not an axis of the '
+                    f"mesh. Use some of {list(mesh.axis_names)}."
+                )
+    NamedSharding(mesh, spec)  # JAX refuses an axis that is named twice.
 
 
 def check_logical_rules(mesh: Mesh, rules: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -301,9 +316,12 @@ def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
 
 def _fits(spec: PartitionSpec, leaf: Any, mesh: AnyMesh) -> bool:
     """Returns whether devices can share each axis of an array equally."""
-    sizes = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
-    pairs = zip(leaf.shape, sizes, strict=False)
-    return len(sizes) <= leaf.ndim and not any(size % count for size, count in pairs)
+    counts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+    if len(counts) > leaf.ndim:
+        return False
+    # A spec may be shorter than the shape: the axes at its end are not divided.
+    pairs = zip(leaf.shape, counts, strict=False)
+    return not any(size % count for size, count in pairs)
 
 
 class _Leaders:
@@ -340,12 +358,15 @@ def _ends_of(path: str) -> list[str]:
 def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> Decision:
     """Returns the division of an array along `fsdp`, on its longest axis that fits."""
     count = mesh.shape.get("fsdp", 1)
+    whole = PartitionSpec()
     if count == 1:
-        return Decision(PartitionSpec(), "automatic: one device along 'fsdp'")
+        return Decision(whole, "automatic: one device along 'fsdp'")
     if math.prod(shape) < SMALL:
-        return Decision(PartitionSpec(), f"automatic: fewer than {SMALL} values")
+        return Decision(whole, f"automatic: fewer than {SMALL} values")
     fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
     if not fitting:
-        return Decision(PartitionSpec(), f"automatic: {count} divides no axis")
+        return Decision(whole, f"automatic: {count} divides no axis")
+
     longest = max(fitting, key=lambda axis: shape[axis])
-    return Decision(PartitionSpec(*[None] * longest, "fsdp"), "automatic")
+    axes_before = [None] * longest
+    return Decision(PartitionSpec(*axes_before, "fsdp"), "automatic")
