@@ -55,10 +55,11 @@ def need_python(owner: Any) -> bool:
 def find_effect(owner: Any, name: str) -> str | None:
     """Returns the reason why Python must run a hook in every loop, or `None`."""
     method = getattr(type(owner), name)
-    if getattr(getattr(owner, name), _MARK, False):
+    if _is_marked(getattr(owner, name)):
         return None
     try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+        source = textwrap.dedent(inspect.getsource(method))
+        [definition] = ast.parse(source).body
     except (OSError, SyntaxError, TypeError, ValueError):
         return "its code cannot be read"
 
@@ -67,7 +68,10 @@ def find_effect(owner: Any, name: str) -> str | None:
         return not_plain
     if not inspect.isfunction(method) or not definition.args.args:
         return not_plain
-    if name in vars(owner) or type(owner).__setattr__ is not object.__setattr__:
+    # The object may have a method of its own, and setting an attribute may run code.
+    is_replaced = name in vars(owner)
+    has_own_setattr = type(owner).__setattr__ is not object.__setattr__
+    if is_replaced or has_own_setattr:
         return not_plain
     if not _is_text_of(definition, method.__code__):
         return "its file has changed since the program was started"
@@ -83,11 +87,8 @@ def find_effect(owner: Any, name: str) -> str | None:
 def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
     """Returns whether a method was compiled from this text, or its file was edited."""
     module = compile(ast.Module([definition], []), "<hook>", "exec")
-    [compiled] = [
-        constant
-        for constant in module.co_consts
-        if isinstance(constant, types.CodeType)
-    ]
+    # The code of the method is the only code among the constants of its module.
+    [compiled] = filter(_is_code, module.co_consts)
     return (
         compiled.co_name == code.co_name
         and compiled.co_code == code.co_code
@@ -95,6 +96,15 @@ def _is_text_of(definition: ast.FunctionDef, code: types.CodeType) -> bool:
         and compiled.co_varnames == code.co_varnames
         and compiled.co_consts == code.co_consts
     )
+
+
+def _is_code(constant: Any) -> bool:
+    return isinstance(constant, types.CodeType)
+
+
+def _is_marked(thing: Any) -> bool:
+    """Returns whether `without_python` has marked a hook or a class of metrics."""
+    return getattr(thing, _MARK, False)
 
 
 class _Reader:
@@ -118,20 +128,29 @@ class _Reader:
                 return self.computes(value) and self._may_set(target, node)
             case ast.Call(func=ast.Attribute(value=holder, attr=name)):
                 arguments = [*node.args, *node.keywords]
-                if self._is_jax_numpy(holder):
+                if self._is_jax_numpy(holder):  # such as `jnp.mean(x)`
                     return name in _FUNCTIONS and all(map(self.computes, arguments))
-                is_known = name in ("compute", "reset") and not arguments
-                return is_known and _is_metric(self._find(holder))
+                is_of_metric = name in ("compute", "reset") and not arguments
+                return is_of_metric and _is_metric(self._find(holder))
             case ast.Subscript(value=holder, slice=ast.Constant(value=index)):
+                # Only `variable[...]`, the value of a variable of NNX.
                 return index is ... and is_tree_variable(self._find(holder))
             case ast.Attribute():
                 return isinstance(self._find(node), _PLAIN)
             case ast.Name(id=name):  # a global may change
                 return name in self._locals
+
+        if not isinstance(node, _NODES):
+            return False
         parts = ast.iter_child_nodes(node)
-        return isinstance(node, _NODES) and all(map(self.computes, parts))
+        return all(map(self.computes, parts))
 
     def _may_set(self, target: ast.expr, source: ast.AST) -> bool:
+        """Returns whether a program may assign to a target.
+
+        It may assign to a local name, to an array (`self.total`), and to the value of a
+        variable (`self.total[...]`).
+        """
         match target:
             case ast.Name(id=name):
                 self._locals.add(name)
@@ -140,7 +159,8 @@ class _Reader:
                 held = self._find(target)
                 return isinstance(held, jax.Array) and self._is_exact(held, source)
             case ast.Subscript(value=holder) if self.computes(target):
-                return self._is_exact(self._find(holder)[...], source)
+                held = self._find(holder)[...]
+                return self._is_exact(held, source)
         return False
 
     def _is_exact(self, held: jax.Array, source: ast.AST) -> bool:
@@ -173,18 +193,24 @@ class _Reader:
             return self._owner
         if not isinstance(node, ast.Attribute):
             return _UNKNOWN
+
+        name = node.attr
         holder = self._find(node.value)
-        if isinstance(getattr(type(holder), node.attr, None), property):
+        in_class = getattr(type(holder), name, None)
+        if isinstance(in_class, property):
             return _UNKNOWN
-        return getattr(holder, "__dict__", {}).get(node.attr, _UNKNOWN)
+        # Not by `getattr`, because a class may have a `__getattr__`.
+        own = getattr(holder, "__dict__", {})
+        return own.get(name, _UNKNOWN)
 
 
 def _is_metric(value: Any) -> bool:
     """Returns whether a value is a metric of this library, or a plain one of Flax."""
-    if getattr(type(value), _MARK, False):
+    if _is_marked(type(value)):
         return True
     is_of_flax = type(value).__module__.startswith("flax.")
-    if not (is_of_flax and plays(value, NodePart.METRIC)):
+    if not is_of_flax or not plays(value, NodePart.METRIC):
         return False
+    # A metric of several others.
     parts = [part for part in vars(value).values() if plays(part, NodePart.METRIC)]
     return all(map(_is_metric, parts))

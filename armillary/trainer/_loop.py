@@ -72,7 +72,9 @@ class Loop:
         # Without data, there is nothing to read ahead.
         self._prefetch = 0
         if self.datasets and reads_ahead:
-            self._prefetch = min([1, *(dataset.prefetch for dataset in self.datasets)])
+            wanted = [dataset.prefetch for dataset in self.datasets]
+            # At most one chunk, because a chunk already holds many batches.
+            self._prefetch = min(1, *wanted)
 
         self.feed = self._open_feed(begins_anew=method.is_evaluation)
         self._guard = LoopGuard(method)
@@ -121,11 +123,12 @@ class Loop:
 
     def begin_epoch(self, epochs: int) -> int:
         """Begins the next pass, if the last one has ended; see `AbstractTrainer`."""
-        if len(self.datasets) != 1 or self.datasets[0].is_endless:
-            reason = f"has {len(self.datasets)} datasets, which end at different steps"
-            if not self.datasets:
+        num_datasets = len(self.datasets)
+        if num_datasets != 1 or self.datasets[0].is_endless:
+            reason = f"has {num_datasets} datasets, which end at different steps"
+            if num_datasets == 0:
                 reason = "is None, and steps that make their own data have no epochs"
-            elif len(self.datasets) == 1:
+            elif num_datasets == 1:
                 reason = "repeats its data forever"
             raise ValueError(
                 f"`epochs` is {epochs}, but `train_dataset` {reason}. Train up to a "
@@ -222,8 +225,10 @@ class Loop:
         chunk = self._next_chunk()
         if chunk is None:
             return 0
-        room = (chunk.num_steps - self.feed.offset) // num_steps
-        return min(num_loops, room, self._programs.get(chunk).most_loops)
+        program = self._programs.get(chunk)
+        steps_left = chunk.num_steps - self.feed.offset
+        loops_left = steps_left // num_steps
+        return min(num_loops, loops_left, program.most_loops)
 
     def run_loops(self, num_steps: int, num_loops: int) -> tuple[list[Any], Any]:
         """Runs loops as one program.
@@ -359,8 +364,9 @@ class Loop:
         flat = self._programs.flat
 
         def detach_leaf(leaf: Any) -> Any:
-            is_of_state = flat is not None and flat.owns(leaf)
-            return as_whole(leaf.copy() if is_of_state else leaf)
+            if flat is not None and flat.owns(leaf):
+                leaf = leaf.copy()
+            return as_whole(leaf)
 
         return map_output(detach_leaf, output)
 
@@ -397,7 +403,9 @@ def _find_batch_paths(chunk: Chunk, batches_per_step: Sequence[int]) -> list[str
     """Returns the path of each array in the batches of one step."""
     paths: list[str] = []
     for count, types in zip(batches_per_step, chunk.types, strict=True):
-        for keys, _ in jax.tree_util.tree_leaves_with_path([types] * count):
+        batches = [types] * count
+        for keys, _ in jax.tree_util.tree_leaves_with_path(batches):
+            # The first key is the number of the batch in the step.
             path = jax.tree_util.keystr(keys[1:], simple=True, separator="/")
             paths.append(path or "values")
     return paths

@@ -47,14 +47,18 @@ def find_origin(
         inputs = [(array, _NO_CAUSE) for array in slots]
         inputs += [_with_cause(array, number) for number, array in enumerate(batches)]
         outputs = _interpret(step.program, inputs, (), causes)
-        numbers = dict(
-            zip(step.changed, [number for _, number in outputs], strict=False)
-        )
+
+        numbers: dict[int, Any] = {}
+        for index, (_, number) in zip(step.changed, outputs, strict=False):
+            numbers[index] = number
         return [numbers[index] for index in bad]
 
+    # The trace fills `causes`.
     numbers = jax.jit(run)(slots, batches)
     first = min(map(int, numbers))
-    return None if first == _NO_CAUSE else _describe(causes[first])
+    if first == _NO_CAUSE:
+        return None
+    return _describe(causes[first])
 
 
 def _interpret(
@@ -67,14 +71,16 @@ def _interpret(
     known = dict(zip(variables, [*constants, *inputs], strict=True))
 
     def read(atom: Any) -> _Value:
-        return (atom.val, _NO_CAUSE) if isinstance(atom, core.Literal) else known[atom]
+        if isinstance(atom, core.Literal):
+            return atom.val, _NO_CAUSE
+        return known[atom]
 
     for equation in jaxpr.eqns:
         operands = list(map(read, equation.invars))
         path = (*within, equation)
         name = equation.primitive.name
-        params = equation.params
         if name in _CALLS:
+            params = equation.params
             body = params.get("call_jaxpr", params.get("jaxpr"))
             results = _interpret(body, operands, path, causes)
         elif name == "shard_map":
@@ -89,10 +95,12 @@ def _interpret_mapped(
     operands: Sequence[_Value], path: _Path, causes: list[Any]
 ) -> list[_Value]:
     """Interprets the program of each replica; the smallest number of all counts."""
-    params = path[-1].params
-    axes = get_mapped_axes(path[-1])
+    equation = path[-1]
+    params = equation.params
+    axes = get_mapped_axes(equation)
 
     def body(arrays: list[Any], numbers: list[Any]) -> tuple[list[Any], Any]:
+        """Returns the results, and a row of numbers, with one number for each."""
         inputs = list(zip(arrays, numbers, strict=True))
         results = _interpret(params["jaxpr"], inputs, path, causes)
         arrays = [array for array, _ in results]
@@ -109,8 +117,9 @@ def _interpret_mapped(
     )
     arrays = [array for array, _ in operands]
     numbers = [number for _, number in operands]
-    arrays, numbers = on_replicas(arrays, numbers)
-    return list(zip(arrays, numbers.min(0), strict=True))
+    arrays, rows = on_replicas(arrays, numbers)
+    smallest = rows.min(0)
+    return list(zip(arrays, smallest, strict=True))
 
 
 def _apply(
@@ -120,8 +129,12 @@ def _apply(
     equation = path[-1]
     number = len(causes)
     causes.append(path)
-    pairs = zip(equation.invars, operands, strict=True)
-    arrays = {atom: array for atom, (array, _) in pairs if isinstance(atom, core.Var)}
+
+    # By variable, because an equation may have one operand twice.
+    arrays: dict[Any, Any] = {}
+    for atom, (array, _) in zip(equation.invars, operands, strict=True):
+        if isinstance(atom, core.Var):
+            arrays[atom] = array
     alone = jaxpr.replace(
         constvars=[],
         invars=list(arrays),
@@ -131,6 +144,7 @@ def _apply(
     )
     run = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))
     results = run(*arrays.values())
+
     smallest = number
     for _, inherited in operands:
         smallest = jnp.minimum(smallest, inherited)
@@ -148,9 +162,10 @@ def _with_cause(array: Any, number: Any) -> _Value:
 def _describe(cause: Any) -> str:
     if isinstance(cause, str):
         return f"They come from the batch, whose `{cause}` holds such values."
+
     # If JAX used the trace of a function again, inner equations have no line of the
     # caller. So the last known line counts.
-    lines = [line for line in map(source_line, cause) if line]
+    lines = list(filter(None, map(source_line, cause)))
     where = f", at {lines[-1]}" if lines else ""
     name = cause[-1].primitive.name
     text = f"The first operation to leave such values is `{name}`{where}."

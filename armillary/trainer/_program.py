@@ -101,17 +101,18 @@ class Program:
 
         changed = set(step.changed)
         self.most_loops = 0
-        outputs = None
+        of_outputs = None
         if hooks is not None:
             changed.update(hooks.begin.changed, hooks.end.changed)
             self.most_loops = min(capacity, num_loops, _count_room(hooks))
             self.most_loops = max(1, self.most_loops)
             # Python reads the hooks' outputs, so every process needs the full arrays.
-            outputs = None if flat.split is None else flat.split((), None)
+            of_outputs = None if flat.split is None else flat.split((), None)
         self.changed = tuple(sorted(changed))
         self.depth = int(is_nested) + int(self.most_loops > 1)
 
-        health = None if self._guard is None else self._guard.sharding
+        of_changed = flat.shardings(self.changed)
+        of_health = None if self._guard is None else self._guard.sharding
         self._compiled = compile_step(
             self._run,
             step.program,
@@ -119,7 +120,7 @@ class Program:
             method.options.compiler_options,
             split=flat.split,
             donate_argnums=0,
-            out_shardings=(flat.shardings(self.changed), outputs, None, health),
+            out_shardings=(of_changed, of_outputs, None, of_health),
         )
 
     def is_of(self, step: TracedStep, hooks: Hooks | None) -> bool:
@@ -195,13 +196,16 @@ class Program:
     def _one_step(
         self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
     ) -> tuple[list[Any], list[Any], Any]:
+        """Returns the changed arrays, the results and the health after one step."""
+        changed = self.step.changed
         slots = self._flat.bring(slots)
         new, results = self.step.call(slots, self.batches(chunk, index))
         if self._guard is not None:
-            old = [slots[i] for i in self.step.changed]
+            old = [slots[i] for i in changed]
             new, health = self._guard.check(old, new, health)
-        new = self._flat.send_back(self.step.changed, new)
-        return new, results if self._keep_results else [], health
+        new = self._flat.send_back(changed, new)
+        kept_results = results if self._keep_results else []
+        return new, kept_results, health
 
     def _run(
         self, donated: Sequence[Any], inputs: _Inputs
@@ -217,7 +221,8 @@ class Program:
 
         if not self.is_nested:
             new, results, health = self._one_step(slots, chunk, start, inputs.health)
-            return new, [result[None] for result in results], stop, health
+            stacks = [result[None] for result in results]
+            return new, stacks, stop, health
 
         changed = [slots[i] for i in self.step.changed]
         types = self.step.result_types if self._keep_results else []
@@ -241,7 +246,8 @@ class Program:
             index = carry.index
             now = _replace(slots, self.step.changed, carry.changed)
             new, values, health = self._one_step(now, chunk, index, carry.health)
-            return _Carry(index + 1, new, _put(carry.results, values, index), health)
+            results = _put(carry.results, values, index)
+            return _Carry(index + 1, new, results, health)
 
         return jax.lax.while_loop(is_running, body, begin)
 
@@ -251,17 +257,17 @@ class Program:
         """Runs loops with their hooks. With `num_loops` of 0, it skips the hooks."""
         has_hooks = inputs.num_loops > 0
         count = jnp.maximum(inputs.num_loops, 1)
-        size = inputs.num_steps // count
+        steps_per_loop = inputs.num_steps // count
 
         def body(number: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             changed, outputs = carry
             now = _replace(slots, self.changed, changed)
             now, _ = self._call_if(has_hooks, hooks.begin, now)
 
-            first = inputs.start + number * size
+            first = inputs.start + number * steps_per_loop
             of_step = [now[i] for i in self.step.changed]
             begin = _Carry(first, of_step, results=[], health=None)
-            end = self._run_steps(now, inputs.chunk, begin, first + size)
+            end = self._run_steps(now, inputs.chunk, begin, first + steps_per_loop)
             now = _replace(now, self.step.changed, end.changed)
 
             now, values = self._call_if(has_hooks, hooks.end, now)
@@ -299,6 +305,7 @@ def _count_room(hooks: Hooks) -> int:
 
 
 def _empty(types: Sequence[Any], size: int) -> list[Any]:
+    """Returns stacks with room for the outputs of `size` steps or loops."""
     return [jnp.zeros((size, *aval.shape), aval.dtype) for aval in types]
 
 
@@ -332,13 +339,15 @@ def take_batches(
     """
 
     def row(arrays: PyTree, index: Any) -> PyTree:
-        take = jax.lax.dynamic_index_in_dim
-        return jax.tree.map(lambda leaf: take(leaf, index, keepdims=False), arrays)
+        def row_of(stack: Any) -> Any:
+            return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+        return jax.tree.map(row_of, arrays)
 
     def take(index: Any) -> list[Any]:
         batches: list[Any] = []
-        triples = zip(inputs, batches_per_step, gathers, strict=True)
-        for (arrays, resident), count, gather in triples:
+        datasets = zip(inputs, batches_per_step, gathers, strict=True)
+        for (arrays, resident), count, gather in datasets:
             for offset in range(count):
                 batch = row(arrays, index * count + offset)
                 batches.append(gather.on_device(resident, batch))

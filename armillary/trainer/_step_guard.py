@@ -53,28 +53,28 @@ class StepGuard:
         self.sharding = None if self._mesh is None else everywhere(self._mesh)
         self._stops = method.options.on_non_finite == "raise"
 
+        of_optimizer = state.of_optimizer
         # Places are positions in `changed`.
         self._sums: set[int] = set()
         self._checked: list[int] = []
+        # Whether each array keeps its new value after a bad step.
+        self._moves_on: list[bool] = []
         for place, index in enumerate(changed):
+            dtype = types[index].dtype
             variable = state.owners[index].variable
-            is_float = jnp.issubdtype(types[index].dtype, jnp.inexact)
-            if has_trait(variable, Trait.MARKS_NOT_FINITE):
+            is_exact_sum = has_trait(variable, Trait.MARKS_NOT_FINITE)
+            if is_exact_sum:
                 self._sums.add(place)
+            if is_exact_sum or jnp.issubdtype(dtype, jnp.inexact):
                 self._checked.append(place)
-            elif is_float:
-                self._checked.append(place)
+
+            # With its old key, the next step would draw the same random numbers again.
+            may_move = not self._stops and not of_optimizer[index]
+            is_counter_or_key = _is_counter_or_key(state.kinds[index], dtype)
+            self._moves_on.append(may_move and is_counter_or_key)
+
         indices = [changed[place] for place in self._checked]
         self._indices = np.array(indices, np.int32)
-
-        # Whether each array keeps its new value after a bad step.
-        of_optimizer = state.of_optimizer
-        self._moves_on: list[bool] = []
-        for index in changed:
-            may_move = not self._stops and not of_optimizer[index]
-            kind = state.kinds[index]
-            dtype = types[index].dtype
-            self._moves_on.append(may_move and _is_counter_or_key(kind, dtype))
 
     def check(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
@@ -126,11 +126,11 @@ class StepGuard:
         after = largest_on_replicas(self._mesh, _count_bad, self._floats_of(new))
         is_bad = jnp.any(after > before) & ~health.is_halted
         undo = is_bad | health.is_halted
-        kept = [
-            now if moves_on else jnp.where(undo, was, now)
-            for was, now, moves_on in zip(old, new, self._moves_on, strict=True)
-        ]
+        kept: list[Any] = []
+        for was, now, moves_on in zip(old, new, self._moves_on, strict=True):
+            kept.append(now if moves_on else jnp.where(undo, was, now))
 
+        # Only the first bad step is reported.
         is_first = is_bad & (health.num_bad == 0)
         counts = jnp.zeros_like(health.counts)
         counts = counts.at[self._indices].set(jnp.where(after > before, after, 0))
@@ -170,6 +170,8 @@ def _count_bad(arrays: Sequence[Any]) -> Any:
 
 def is_bad(array: Any) -> Any:
     """Returns which values are infinite or not a number."""
-    # Some devices lack operations for types of one byte. All of these fit into float32.
-    is_small = array.dtype.itemsize == 1
-    return ~jnp.isfinite(array.astype(jnp.float32) if is_small else array)
+    if array.dtype.itemsize == 1:
+        # Some devices lack operations for types of one byte. All of these fit into
+        # float32.
+        array = array.astype(jnp.float32)
+    return ~jnp.isfinite(array)
