@@ -10,6 +10,7 @@ import numpy as np
 
 from armillary._checks import list_lines
 from armillary.data._layout import Active, describe_active
+from armillary.data.feed._gather import Gather
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.data.feed._reader import BatchReader
@@ -109,29 +110,20 @@ class ChunkBuilder:
         """Returns a chunk with room for `step`, and for more steps if they fit."""
         signature = _sign(step)
         gathers = [reader.data.gather for reader in readers]
-        for index, (gather, batches) in enumerate(zip(gathers, step, strict=True)):
-            if len(set(signature[index])) > 1:
-                shown = list_lines(
-                    f"{describe_shapes(gather.types(batch))} on "
-                    f"{describe_active(batch.active)} replicas"
-                    for batch in batches
-                )
-                raise BatchSizeError(
-                    f"One step takes {len(batches)} batches of dataset {index}, and "
-                    f"they must have one shape, but they differ:\n{shown}\nUse "
-                    '`InputOptions(remainder="drop")` or `remainder="pad"`.'
-                )
+        for index, gather in enumerate(gathers):
+            is_uneven = len(set(signature[index])) > 1
+            if is_uneven:
+                raise _explain_uneven(index, gather, step[index])
 
         firsts = [batches[0] for batches in step]
         pairs = list(zip(gathers, firsts, strict=True))
         capacity = self._capacities.get(signature)
         if capacity is None:
-            types = [gather.types(first, as_sent=True) for gather, first in pairs]
-            capacity = self.count_steps(types)
-        arrays = [
-            _make_buffers(first.arrays, capacity * count)
-            for first, count in zip(firsts, self._batches_per_step, strict=True)
-        ]
+            sent_types = [gather.types(first, as_sent=True) for gather, first in pairs]
+            capacity = self.count_steps(sent_types)
+        arrays: list[PyTree] = []
+        for first, count in zip(firsts, self._batches_per_step, strict=True):
+            arrays.append(_make_buffers(first.arrays, capacity * count))
         return Chunk(
             arrays=arrays,
             resident=[gather.resident for gather in gathers],
@@ -179,16 +171,35 @@ class ChunkBuilder:
         # If the data ended inside the first chunk, no later chunk has more steps.
         chunk.capacity = self._capacities.setdefault(chunk.signature, chunk.num_steps)
         for index, count in enumerate(self._batches_per_step):
+            num_filled = chunk.num_steps * count
+            num_sent = chunk.capacity * count
 
-            def trim(buffer: np.ndarray, count: int = count) -> np.ndarray:
-                buffer[chunk.num_steps * count :] = 0
-                return buffer[: chunk.capacity * count]
+            def trim(
+                buffer: np.ndarray, filled: int = num_filled, sent: int = num_sent
+            ) -> np.ndarray:
+                buffer[filled:] = 0
+                return buffer[:sent]
 
             arrays = jax.tree.map(trim, chunk.arrays[index])
+            num_replicas = chunk.num_replicas[index]
             gather = readers[index].data.gather
-            chunk.arrays[index] = gather.send(
-                arrays, 1, chunk.num_replicas[index], chunk.num_steps * count
-            )
+            chunk.arrays[index] = gather.send(arrays, 1, num_replicas, num_filled)
+
+
+def _explain_uneven(
+    index: int, gather: Gather, batches: Sequence[Piece]
+) -> BatchSizeError:
+    """Returns the error for batches of one step that have different shapes."""
+    lines: list[str] = []
+    for batch in batches:
+        shapes = describe_shapes(gather.types(batch))
+        lines.append(f"{shapes} on {describe_active(batch.active)} replicas")
+    shown = list_lines(lines)
+    return BatchSizeError(
+        f"One step takes {len(batches)} batches of dataset {index}, and they must have "
+        f"one shape, but they differ:\n{shown}\nUse "
+        '`InputOptions(remainder="drop")` or `remainder="pad"`.'
+    )
 
 
 def _make_buffers(arrays: PyTree, size: int) -> PyTree:
@@ -235,4 +246,5 @@ def check_pieces(step: Step) -> None:
 
 
 def _sign(step: Step) -> tuple[tuple[Hashable, ...], ...]:
+    """Returns the signature of a step: one for each batch of each dataset."""
     return tuple(tuple(batch.signature for batch in batches) for batches in step)

@@ -75,8 +75,10 @@ class Gather:
         layout = self.layout
         if self._has_numbers:
             rows = _Rows(self.dataset, batch[_ROWS], leading_axes, num_filled)
-            has_all = self.is_shared and not (layout.peers.is_alone or layout.stacked)
-            if has_all:
+            # The numbers of all rows, of which other processes read some.
+            is_divided = not layout.peers.is_alone and not layout.stacked
+            has_all_numbers = self.is_shared and is_divided
+            if has_all_numbers:
                 own = layout.own_parts(rows.numbers.shape, leading_axes)
                 batch = _with_mask(rows.read_parts(own), batch)
             else:
@@ -90,7 +92,9 @@ class Gather:
 
     def on_device(self, resident: PyTree, batch: Batch) -> Batch:
         """Returns a placed batch as a step receives it; may be traced."""
-        return batch if self.placed is None else _gather(self.layout, resident, batch)
+        if self.placed is None:
+            return batch
+        return _gather(self.layout, resident, batch)
 
     def place(self, batch: Piece) -> Batch:
         """Returns a host batch on the devices, as a step receives it."""
@@ -118,11 +122,13 @@ class Gather:
         layout = self.layout
 
         def whole_shape(leaf: Any) -> tuple[int, ...]:
+            """Returns the shape of a leaf with the rows of all processes."""
+            first, *others = leaf.shape
             if not layout.stacked:
-                return (leaf.shape[0] * len(layout.pipelines), *leaf.shape[1:])
+                return (first * len(layout.pipelines), *others)
             # A process holds the rows of its own replicas.
-            has_all = layout.peers.is_alone
-            return leaf.shape if has_all else (batch.num_replicas, *leaf.shape[1:])
+            num_replicas = first if layout.peers.is_alone else batch.num_replicas
+            return (num_replicas, *others)
 
         types = _on_device(batch.arrays, whole_shape)
         sends_numbers = as_sent and self.placed is not None
@@ -180,14 +186,16 @@ def make_gather(
         is_shared: Whether all processes divide the batches of one dataset.
     """
     has_arrays = isinstance(source, ArrayDataset)
+    can_stay = has_arrays and source.num_examples <= _MOST_ROWS
     stays = options.place_on_device
-    if stays and not (has_arrays and source.num_examples <= _MOST_ROWS):
+    if stays and not can_stay:
         raise TypeError(
             f"`place_on_device` is True, but the source ({source.name}) has no "
             f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
             "Leave `place_on_device` out, and batches are sent from the host."
         )
-    if stays and not (is_shared or layout.stacked or layout.peers.is_alone):
+    has_equal_arrays = is_shared or layout.stacked or layout.peers.is_alone
+    if stays and not has_equal_arrays:
         raise ValueError(
             "`place_on_device` is True, but each input pipeline (a function with an "
             "`input_context`) has arrays of its own, and one replica spans all "
@@ -195,6 +203,7 @@ def make_gather(
             "or distribute one dataset over all processes "
             "(`strategy.distribute_dataset`)."
         )
+
     # Rows in memory cost nothing to take late. Other rows are read batch by batch if
     # this process needs all of them, so that an error comes after the batches before.
     needs_all = layout.peers.is_alone or not is_shared
@@ -259,9 +268,8 @@ class _Rows:
             self.numbers[num_filled:] = NO_ROW
         # The batch of each row, because a row is read once for a batch.
         sizes = numbers.shape[:leading_axes]
-        batches = np.arange(math.prod(sizes)).reshape(
-            *sizes, *[1] * (numbers.ndim - leading_axes)
-        )
+        row_axes = [1] * (numbers.ndim - leading_axes)
+        batches = np.arange(math.prod(sizes)).reshape(*sizes, *row_axes)
         self._batches = np.broadcast_to(batches, numbers.shape)
 
     def read(self) -> PyTree:
@@ -275,8 +283,10 @@ class _Rows:
         The rows of all parts, and all leaves of a row, are read together.
         """
         shape = self.numbers.shape
+        # Several devices may hold the same part.
         unique = {_as_key(index, shape): index for index in indices}
-        parts = dict(zip(unique, self._read(list(unique.values())), strict=True))
+        rows = self._read(list(unique.values()))
+        parts = dict(zip(unique, rows, strict=True))
 
         def join(row: Any, *leaves: np.ndarray) -> _PartsOfRows:
             by_index = dict(zip(parts, leaves, strict=True))
@@ -330,7 +340,8 @@ def _as_key(index: Index, shape: tuple[int, ...]) -> str:
 
 
 def _gather(layout: BatchLayout, arrays: PyTree, batch: Batch) -> Batch:
-    return _with_mask(layout.gather(arrays, batch[_ROWS]), batch)
+    rows = layout.gather(arrays, batch[_ROWS])
+    return _with_mask(rows, batch)
 
 
 # The static argument is a layout, and not a `Gather`, because JAX keeps static
@@ -339,4 +350,7 @@ _compiled_gather = jax.jit(_gather, static_argnums=0)
 
 
 def _with_mask(rows: Batch, batch: Batch) -> Batch:
-    return add_mask(rows, batch[MASK]) if MASK in batch else rows
+    """Returns rows with the mask of the batch of row numbers, if it has one."""
+    if MASK not in batch:
+        return rows
+    return add_mask(rows, batch[MASK])

@@ -65,12 +65,13 @@ class Splitter:
         self._num_parts = 1
         if data.is_agreed and not layout.stacked:
             self._num_parts = layout.num_shares // len(layout.pipelines)
-        own = layout.pipelines[find_pipeline(layout)] if self._of_replicas else ()
-        # Processes of one pipeline must have the same batches.
-        self._is_marked |= len(own) > 1
+        if self._of_replicas:
+            # Processes of one pipeline must have the same batches.
+            processes = layout.pipelines[find_pipeline(layout)]
+            self._is_marked |= len(processes) > 1
         # Whether a group that does not fit is one piece for fewer replicas.
-        narrows = self._remainder == "exact" and not in_pieces
-        self._narrows = narrows and layout.stacked
+        is_exact = self._remainder == "exact"
+        self._narrows = is_exact and layout.stacked and not in_pieces
 
     def split(
         self, batches: Iterator[SourceBatch], before: Position
@@ -141,7 +142,8 @@ class Splitter:
     def _round_up(self, num_rows: int) -> int:
         """Returns the size to which `"pad"` fills a batch."""
         shares = self._num_parts if self._of_replicas else self._num_shares
-        return -(-num_rows // shares) * shares
+        rows_per_share = -(-num_rows // shares)  # rounded up
+        return rows_per_share * shares
 
     def _split_group(
         self, group: list[PyTree], full_size: int
@@ -210,6 +212,7 @@ class Splitter:
         return pieces
 
     def _split_replica_batches(self, group: list[PyTree]) -> list[tuple[PyTree, int]]:
+        """Returns a piece for each size of the batches that replicas take."""
         count = self._num_replicas
         by_size: dict[int, list[PyTree]] = {}
         for batch in group:
@@ -217,10 +220,10 @@ class Splitter:
         fits = len(by_size) == 1 and len(group) == count
         if not self._in_pieces and not fits:
             sizes = ", ".join(str(count_rows(batch)) for batch in group)
+            end = " and the data ends there" if len(group) < count else ""
             raise BatchSizeError(
                 f"{count} replicas take one batch each, all of one size, but the "
-                f"batches have {sizes} examples"
-                f"{' and the data ends there' if len(group) < count else ''}. "
+                f"batches have {sizes} examples{end}. "
                 "Batch the data with `drop_remainder=True` and a number of batches "
                 f"that is a multiple of {count}. Or pass options to "
                 "`strategy.distribute_datasets_from_function(dataset_fn, options)`: "
@@ -233,9 +236,12 @@ def _mark(batches: list[PyTree]) -> str:
     """Returns a checksum of the first and the last example of each batch."""
     checksum = 0
     for leaf in jax.tree.leaves(batches):
-        for row in (leaf[:1], leaf[-1:]):
+        first = leaf[:1]
+        last = leaf[-1:]
+        for row in (first, last):
             array = np.ascontiguousarray(row).reshape(-1)
-            checksum = zlib.crc32(array.view(np.uint8).data, checksum)
+            octets = array.view(np.uint8).data
+            checksum = zlib.crc32(octets, checksum)
     return f"{checksum:08x}"
 
 
@@ -245,9 +251,12 @@ def _take_rows(arrays: PyTree, start: int, stop: int) -> PyTree:
 
 def _add_replica_axis(arrays: PyTree, count: int) -> PyTree:
     """Divides batches into `count` equal shares, on a new first axis."""
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, len(leaf) // count, *leaf.shape[1:]), arrays
-    )
+
+    def divide(leaf: np.ndarray) -> np.ndarray:
+        num_rows, *others = leaf.shape
+        return leaf.reshape(count, num_rows // count, *others)
+
+    return jax.tree.map(divide, arrays)
 
 
 def _concatenate(batches: Sequence[PyTree]) -> PyTree:
@@ -259,14 +268,16 @@ def _concatenate(batches: Sequence[PyTree]) -> PyTree:
 def _stack(batches: Sequence[PyTree], num_replicas: int) -> PyTree:
     """Stacks batches; replicas without one get a copy of the first."""
     num_missing = num_replicas - len(batches)
-    filled = [*batches, *[batches[0]] * num_missing]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
+    copies = [batches[0]] * num_missing
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches, *copies)
 
 
 def _pad(arrays: PyTree, size: int, num_seen: int) -> PyTree:
     """Fills a batch with copies of its last row; the mask shows `num_seen` rows."""
+    numbers = np.arange(size)
     num_rows = count_rows(arrays)
     if num_rows < size:
-        rows = np.minimum(np.arange(size), num_rows - 1)
+        last = num_rows - 1
+        rows = np.minimum(numbers, last)
         arrays = jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), arrays)
-    return add_mask(arrays, np.arange(size) < num_seen)
+    return add_mask(arrays, numbers < num_seen)

@@ -184,7 +184,8 @@ def fingerprint_all(parts: Iterable[bytes | np.ndarray]) -> str:
     crc = 0
     for part in parts:
         if isinstance(part, np.ndarray):
-            part = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+            flat = np.ascontiguousarray(part).reshape(-1)
+            part = flat.view(np.uint8).data
         crc = zlib.crc32(part, crc)
     return f"#{crc:08x}"
 
@@ -368,10 +369,11 @@ class ArrayDataset(IndexedDataset):
     def fingerprints(self) -> dict[str, str]:
         """Returns dtype, shape and a checksum of each array; samples large arrays."""
         found: dict[str, str] = {}
-        for path, array in jax.tree_util.tree_leaves_with_path(self.arrays):
-            name = f"array {jax.tree_util.keystr(path, simple=True, separator='/')}"
+        for keys, array in jax.tree_util.tree_leaves_with_path(self.arrays):
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            name = f"array {path}".strip()  # An array alone has an empty path.
             rows = array
             if array.nbytes > _MOST_BYTES:
                 rows = np.take(array, self.spaced_rows(_MOST_ROWS), axis=0)
-            found[name.strip()] = f"{array.dtype} {array.shape} {fingerprint(rows)}"
+            found[name] = f"{array.dtype} {array.shape} {fingerprint(rows)}"
         return found

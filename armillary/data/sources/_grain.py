@@ -47,7 +47,9 @@ def _ends_in_batches(dataset: Any) -> bool:
     node = dataset
     while "Prefetch" in type(node).__name__ and node.parents:
         node = node.parents[0]
-    last = [node, *getattr(node, "_operations", ())][-1]
+    # A loader has a list of operations. A dataset is an operation itself.
+    operations = getattr(node, "_operations", ())
+    last = operations[-1] if operations else node
     kind = type(last)
     # The user may have given the function that makes a batch.
     made_by = getattr(last, "_batch_fn", last)
@@ -58,21 +60,22 @@ def _ends_in_batches(dataset: Any) -> bool:
 
 def _find_order(dataset: Any) -> dict[str, list[int]]:
     """Returns the values that give a position its meaning; Grain does not save them."""
-    order: dict[str, list[int]] = {"shuffle seed": [], "batch size": [], "examples": []}
+    seeds: list[int] = []
+    batch_sizes: list[int] = []
+    counts: list[int] = []
     nodes = [dataset]
-    for node in nodes:
+    for node in nodes:  # The list grows by the parents of each node.
         parents = getattr(node, "parents", ())
         nodes.extend(parents)
-        is_map = is_kind(node, "grain", "MapDataset")
-        found = {
-            "shuffle seed": "Shuffle" in type(node).__name__ and node._seed,
-            "batch size": is_map and getattr(node, "_batch_size", False),
-            "examples": is_map and not parents and len(node),
-        }
-        for name, value in found.items():
-            if value is not False:
-                order[name].append(value)
-    return order
+        if "Shuffle" in type(node).__name__:
+            seeds.append(node._seed)
+        if not is_kind(node, "grain", "MapDataset"):
+            continue
+        if hasattr(node, "_batch_size"):
+            batch_sizes.append(node._batch_size)
+        if not parents:
+            counts.append(len(node))
+    return {"shuffle seed": seeds, "batch size": batch_sizes, "examples": counts}
 
 
 def _find_batches(dataset: Any) -> tuple[Any, int]:
@@ -86,11 +89,13 @@ def _find_batches(dataset: Any) -> tuple[Any, int]:
         return None, num_threads
     if type(node).__name__ != "BatchMapDataset":
         return None, num_threads
+
     function = node._batch_fn
     name = getattr(function, "__name__", type(function).__name__)
-    is_of_grain = (getattr(function, "__module__", None) or "").startswith("grain")
-    stacks = is_of_grain and name in _BATCH_FUNCTIONS
-    return (node if stacks and len(node) else None), num_threads
+    module = getattr(function, "__module__", None) or ""
+    stacks = module.startswith("grain") and name in _BATCH_FUNCTIONS
+    has_examples = len(node) > 0
+    return (node if stacks and has_examples else None), num_threads
 
 
 class GrainRows(RandomAccessDataset):
@@ -110,7 +115,8 @@ class GrainRows(RandomAccessDataset):
 
     def spaced_rows(self, count: int) -> np.ndarray:
         num_examples = min(self.num_examples, _MOST_COMPARED)
-        return np.linspace(0, num_examples - 1, min(count, num_examples)).astype(int)
+        count = min(count, num_examples)
+        return np.linspace(0, num_examples - 1, count).astype(int)
 
     def fingerprints(self) -> dict[str, Any]:
         """Returns the order of Grain, and a checksum of some of the first examples."""
@@ -127,15 +133,19 @@ class _GrainIterator(IndexedIterator):
 
     def get_state(self) -> dict[str, int]:
         _, index = self._place
-        return {"next_index": -(-index // self._dataset.batch_size)}
+        num_batches = -(-index // self._dataset.batch_size)  # rounded up
+        return {"next_index": num_batches}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        index = state["next_index"] * self._dataset.batch_size
-        most = self._dataset.num_examples
-        if not 0 <= index < most + self._dataset.batch_size:
+        batch_size = self._dataset.batch_size
+        num_examples = self._dataset.num_examples
+        index = state["next_index"] * batch_size
+        # After the last batch, which may be smaller, the index is past the end.
+        is_inside = 0 <= index < num_examples + batch_size
+        if not is_inside:
             raise DatasetStateError(
-                f"`state` is {state!r}, which is not a place in {most} examples in "
-                f"batches of {self._dataset.batch_size}. Pass the data that it was "
-                "saved with."
+                f"`state` is {state!r}, which is not a place in {num_examples} "
+                f"examples in batches of {batch_size}. Pass the data that it was saved "
+                "with."
             )
-        self._go_to(0, min(index, most))
+        self._go_to(0, min(index, num_examples))

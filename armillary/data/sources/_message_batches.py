@@ -37,10 +37,9 @@ def parse_examples(
     the last message.
     """
     count = len(begins)
-    batch = {
-        name: np.empty((count, *feature.shape), feature.dtype)
-        for name, feature in features.items()
-    }
+    batch: dict[str, np.ndarray] = {}
+    for name, feature in features.items():
+        batch[name] = np.empty((count, *feature.shape), feature.dtype)
     if count < _FEW_ROWS:
         return batch, np.arange(count)
 
@@ -53,15 +52,17 @@ def parse_examples(
             batch[name][is_known, ...] = feature.default_value
 
         # Any array may be stored as bytes.
-        for kind in {1, _LISTS.index(list_for(feature.dtype) or "")}:
+        own_kind = _LISTS.index(list_for(feature.dtype) or "")
+        for kind in {1, own_kind}:
             rows = np.flatnonzero(is_read & (kinds == kind))
             if not len(rows):
                 continue
             fits, values = _take_values(
                 data, kind, all_begins[rows], all_ends[rows], feature
             )
-            batch[name][rows[fits]] = values.reshape(-1, *feature.shape)
-            is_known[rows[fits]] = True
+            fitting = rows[fits]
+            batch[name][fitting] = values.reshape(-1, *feature.shape)
+            is_known[fitting] = True
         is_read &= is_known
     return batch, np.flatnonzero(~is_read)
 
@@ -95,15 +96,21 @@ class _Fields:
     def read(self, at: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
         """Returns the tags of fields, and the begin and end of their contents."""
         words = self._words
-        word: Any = words[np.minimum(at, len(words) - 1)]
+        last = len(words) - 1
+        word: Any = words[np.minimum(at, last)]
+
         first = int(word[0])
         mask, _, _ = _split(first)
-        if not ((word ^ word[0]) & mask).any():
+        differs = (word ^ word[0]) & mask
+        if not differs.any():
             word = first  # The usual case: all are equal.
+
         mask, size, length = _split(word)
+        tag = word & 0xFF
         begin = at + size
+        # A length of more than 4 bytes moves the end behind all data, so nothing fits.
         end = begin + np.int64(length) + np.int64(mask == 0) * _TOO_LONG
-        return word & 0xFF, begin, end
+        return tag, begin, end
 
     def read_entries(self, at: np.ndarray, ends: np.ndarray) -> _Entries:
         """Returns the entries that begin at these places, in messages with these ends.
@@ -144,11 +151,13 @@ def _find_lists(
     """Returns whether messages are plain, and kind, begin and end of their lists."""
     fields = _Fields(data)
     places = {name.encode(): place for place, name in enumerate(names)}
+    # For each name: the kinds of all messages, the begins, and the ends.
     lists = np.zeros((len(names), 3, len(begins)), np.int64)
 
     # The message holds a map of features.
     tag, at, end = fields.read(begins)
     is_plain = (tag == _FIRST) & (end == ends)
+    # Each round reads the next entry of each message that has one.
     while len(rows := np.flatnonzero(is_plain & (at < ends))):
         entries = fields.read_entries(at[rows], ends[rows])
         is_plain[rows] = entries.is_plain
@@ -179,10 +188,13 @@ def _have_name(
     data: bytes, entries: _Entries, indices: np.ndarray, name: bytes
 ) -> np.ndarray:
     """Returns which of some entries have a name."""
+    size = len(name)
     begins = entries.key_begin[indices]
-    is_same = entries.key_end[indices] - begins == len(name)
-    num_texts = len(data) - len(name) + 1
-    texts = np.ndarray(num_texts, f"S{len(name)}", data, strides=(1,))
+    is_same = entries.key_end[indices] - begins == size
+
+    # All texts of this size in the data, one at each byte; nothing is copied.
+    num_texts = len(data) - size + 1
+    texts = np.ndarray(num_texts, f"S{size}", data, strides=(1,))
     is_same[is_same] = texts[begins[is_same]] == name
     return is_same
 
@@ -225,17 +237,23 @@ def _take_values(
     stored = np.dtype(by_kind[kind])
     size = count * stored.itemsize
     fits = end - begin == size
-    runs = np.ndarray(max(0, len(data) - size), f"V{size}", data, strides=(1,))
+    # All runs of this size in the data, one at each byte; nothing is copied.
+    num_runs = max(0, len(data) - size)
+    runs = np.ndarray(num_runs, f"V{size}", data, strides=(1,))
     written = runs[begin[fits]].view(stored).reshape(-1, count)
-    if kind == 3 and not (fits.all() and (written < 0x80).all()):
-        fits, written = _take_integers(data, begin, end, count)
+    if kind == 3:
+        are_small = fits.all() and (written < 0x80).all()
+        if not are_small:
+            fits, written = _take_integers(data, begin, end, count)
 
     with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype, copy=False)
     if kind == 3:
+        # An integer may be too large for the dtype.
         is_same = (read == written).all(1)
         if not is_same.all():
-            fits[np.flatnonzero(fits)[~is_same]] = False
+            changed = np.flatnonzero(fits)[~is_same]
+            fits[changed] = False
             read = read[is_same]
     return fits, read
 
@@ -252,28 +270,30 @@ def _take_integers(
 
     # The bytes of all lists, one list after the other.
     stops = np.cumsum(sizes)
-    at = np.arange(sizes.sum()) + np.repeat(begin - stops + sizes, sizes)
+    starts = stops - sizes
+    at = np.arange(sizes.sum()) + np.repeat(begin - starts, sizes)
     octets = np.frombuffer(data, np.uint8)[at]
     is_fine = octets[stops - 1] < 0x80
     octets[stops - 1] &= 0x7F  # No value continues in the next list.
 
     # The last byte of each value, the number of its bytes, and its list.
+    num_lists = len(begin)
     last = np.flatnonzero(octets < 0x80)
     lengths = np.diff(last, prepend=-1)
-    owner = np.repeat(np.arange(len(begin)), sizes)[last]
-    is_fine[owner[lengths > 10]] = False
-    is_fine &= np.bincount(owner, minlength=len(begin)) == count
+    owner = np.repeat(np.arange(num_lists), sizes)[last]
+    too_long = lengths > 10
+    is_fine[owner[too_long]] = False
+    is_fine &= np.bincount(owner, minlength=num_lists) == count
 
     is_used = is_fine[owner]
     last = last[is_used]
     lengths = lengths[is_used]
     values = np.zeros(len(last), np.uint64)
+    # The first byte has the lowest 7 bits of a value.
+    first = last - lengths + 1
     for place in range(lengths.max(initial=0)):
         longer = np.flatnonzero(lengths > place)
-        bits = octets[last[longer] - lengths[longer] + 1 + place] & np.uint64(0x7F)
+        bits = octets[first[longer] + place] & np.uint64(0x7F)
         values[longer] |= bits << np.uint64(7 * place)
     fits[fits] = is_fine
     return fits, values.view(np.int64).reshape(-1, count)
-
-
-"""The messages of `tensorflow/core/example/example.proto`."""

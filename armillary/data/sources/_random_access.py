@@ -111,6 +111,7 @@ class RandomAccessDataset(IndexedDataset):
             TypeError: If an example does not have the types of the first example.
         """
         types, structure = jax.tree.flatten(self.row_types)
+        expected = [(row.shape, row.dtype) for row in types]
         columns = [np.empty((len(rows), *row.shape), row.dtype) for row in types]
         numbers: list[int] = rows.tolist()
         start = 0
@@ -119,7 +120,7 @@ class RandomAccessDataset(IndexedDataset):
                 leaves, found = jax.tree.flatten(example)
                 leaves = [_as_array(leaf) for leaf in leaves]
                 kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
-                if found != structure or kinds != [(t.shape, t.dtype) for t in types]:
+                if found != structure or kinds != expected:
                     name = f"Example {numbers[place]} of `{self.argument}`"
                     example = found.unflatten(leaves)
                     check_rows(example, self.row_types, lambda name=name: name, 0)
@@ -133,7 +134,9 @@ class RandomAccessDataset(IndexedDataset):
         has_many = callable(getattr(self._source, "__getitems__", None))
         size = _AT_ONCE if has_many else 1
         if self._num_threads > 1:
-            size = min(size, -(-len(numbers) // self._num_threads))
+            # Each thread gets a part, even of a small batch.
+            size_per_thread = -(-len(numbers) // self._num_threads)  # rounded up
+            size = min(size, size_per_thread)
         parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
         if self._num_threads == 1 or len(parts) == 1:
             yield from map(self._read, parts)
@@ -161,13 +164,16 @@ class RandomAccessDataset(IndexedDataset):
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some examples, if they are the same in each read."""
-        rows = self.spaced_rows(_MOST_READ)
-        first, second = (
-            fingerprint(*jax.tree.leaves(self.read_rows(rows))) for _ in range(2)
-        )
+        first = self._fingerprint_rows()
+        second = self._fingerprint_rows()
         made = find_fingerprints(self._source)
         # Examples with random changes are different in another process, too.
-        return {"rows": first, **made} if first == second else made
+        is_same = first == second
+        return {"rows": first, **made} if is_same else made
+
+    def _fingerprint_rows(self) -> str:
+        rows = self.read_rows(self.spaced_rows(_MOST_READ))
+        return fingerprint(*jax.tree.leaves(rows))
 
 
 def _as_array(leaf: Any) -> np.ndarray:

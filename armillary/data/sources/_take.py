@@ -47,9 +47,12 @@ def take_rows(
     )
     targets: list[np.ndarray] = jax.tree.leaves(rows)
 
+    # One key for each pair of a batch and a row in it.
     used = np.flatnonzero(numbers != NO_ROW)
-    keys = batches[used] * (numbers.max(initial=0) + 1) + numbers[used]
+    most = numbers.max(initial=0) + 1
+    keys = batches[used] * most + numbers[used]
     _, first, same = np.unique(keys, return_index=True, return_inverse=True)
+
     places = used[np.sort(first)]
     for start in range(0, len(places), rows_at_once):
         some = places[start : start + rows_at_once]
@@ -58,6 +61,7 @@ def take_rows(
         for target, leaf in zip(targets, jax.tree.leaves(part), strict=True):
             target[some] = leaf
 
+    # The rows that were not read are copies of rows that were, or not used at all.
     originals = used[first[same]]
     copies = np.flatnonzero(originals != used)
     unused = np.flatnonzero(numbers == NO_ROW)
@@ -94,12 +98,12 @@ def check_rows(
         return
     found = _describe(batch, num_axes)
     expected = _describe(types, 0)
-    lines = [
-        f"{path}: {found.get(path, 'missing')}, but {expected.get(path, 'missing')} in "
-        "example 0"
-        for path in {**expected, **found}
-        if found.get(path) != expected.get(path)
-    ]
+    lines: list[str] = []
+    for path in {**expected, **found}:
+        now = found.get(path, "missing")
+        before = expected.get(path, "missing")
+        if now != before:
+            lines.append(f"{path}: {now}, but {before} in example 0")
     if not lines:
         lines = [f"{jax.tree.structure(batch)}, but {jax.tree.structure(types)}"]
     raise TypeError(
@@ -125,10 +129,11 @@ def _have_types(rows: PyTree, types: PyTree, num_axes: int) -> bool:
 
 def _describe(rows: PyTree, num_axes: int) -> dict[str, str]:
     """Returns the dtype and the shape of each leaf of a row, by path."""
-    return {
-        path: f"{leaf.dtype} {leaf.shape[num_axes:]}"
-        for path, leaf in named_leaves(rows)
-    }
+    described: dict[str, str] = {}
+    for path, leaf in named_leaves(rows):
+        row_shape = leaf.shape[num_axes:]
+        described[path] = f"{leaf.dtype} {row_shape}"
+    return described
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:

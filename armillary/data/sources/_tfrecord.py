@@ -100,7 +100,8 @@ class TFRecordDataset(IndexedDataset):
         # The number of records in all files before each file.
         self._starts = np.cumsum([0, *map(len, places)])
         super().__init__("paths", len(self._places), *options)
-        count = _AT_ONCE // (1 + int(self._places[:, 1].mean()))
+        mean_size = int(self._places[:, 1].mean())
+        count = _AT_ONCE // (1 + mean_size)
         self.rows_at_once = min(count, self.num_examples)
         # One read finds mistakes in `features` before the program runs.
         self.read_rows(np.zeros(1, np.int64))
@@ -144,12 +145,16 @@ class TFRecordDataset(IndexedDataset):
         offsets, sizes = self._places[rows[order]].T
         stops = offsets + sizes + _FOOTER.size
 
-        # Records that are near each other share a read; `first` begins a read.
+        # Records that are near each other share a read. `first` and `last` are the
+        # records with which a read begins and ends.
         gaps = offsets[1:] - stops[:-1]
-        is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & (files[1:] == files[:-1])
-        first = np.flatnonzero(~np.append(False, is_near))
+        is_same_file = files[1:] == files[:-1]
+        is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & is_same_file
+        begins_read = ~np.append(False, is_near)
+        first = np.flatnonzero(begins_read)
         last = np.append(first[1:], len(rows)) - 1
         lengths = stops[last] - offsets[first]
+
         reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
         pieces: list[bytes] = []
         for file, own in itertools.groupby(reads, lambda read: read[0]):
@@ -164,7 +169,8 @@ class TFRecordDataset(IndexedDataset):
 
         # The places of the records in `data`, in the order of `rows`.
         begins, ends = np.empty((2, len(rows)), np.int64)
-        moved = np.cumsum(lengths) - lengths - offsets[first]
+        starts = np.cumsum(lengths) - lengths  # of the reads in `data`
+        moved = starts - offsets[first]
         records_per_read = np.diff(first, append=len(rows))
         begins[order] = offsets + np.repeat(moved, records_per_read)
         ends[order] = begins[order] + sizes
@@ -204,8 +210,9 @@ def _find_records(path: str) -> np.ndarray:
     checksums = _checksums(header[:8] for header in headers)
     wrong = np.flatnonzero(table["checksum"] != checksums)
     if len(wrong):
+        number = wrong[0]
         raise TFRecordError(
-            f"{_name(path, wrong[0], offsets[wrong[0]])} is damaged, or the file is "
+            f"{_name(path, number, offsets[number])} is damaged, or the file is "
             "compressed or not a TFRecord file: the length of the record does not "
             "match its checksum. Copy the file again, or unpack it."
         )
@@ -213,8 +220,9 @@ def _find_records(path: str) -> np.ndarray:
         if offset < end:  # Not even the header is there.
             offset += _HEADER.size
             offsets.append(offset)
+        number = len(offsets) - 1
         raise TFRecordError(
-            f"{_name(path, len(offsets) - 1, offsets[-1])} is cut off: the file ends "
+            f"{_name(path, number, offsets[number])} is cut off: the file ends "
             f"{offset - end} bytes before the end of the record. Copy the file again."
         )
     return np.stack([np.array(offsets, np.int64), table["size"]], 1)
