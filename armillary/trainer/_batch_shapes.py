@@ -25,12 +25,14 @@ def check_shapes(
     axis = 1 if method.strategy.layout.stacked else 0
     now = dict(jax.tree_util.tree_leaves_with_path(list(batches)))
     changes = [_compare(first, now, axis) for first in seen]
-    if not all(changes):
+    is_known = not all(changes)
+    if is_known:
         return  # These batches are like the first ones of a known shape.
 
     most = method.options.max_shapes
     is_shape_only = bool(seen) and _kinds_of(seen[0]) == _kinds_of(now)
-    if not seen or (is_shape_only and len(seen) < most):
+    is_allowed = is_shape_only and len(seen) < most
+    if not seen or is_allowed:
         seen.append(now)
         return
 
@@ -74,4 +76,7 @@ def _compare(first: Leaves, now: Leaves, axis: int) -> list[str]:
 
 def _example_type(leaf: Any, axis: int) -> tuple[Any, ...] | None:
     """Returns the dtype and shape of one example, or `None` without a leaf."""
-    return None if leaf is None else (leaf.dtype, *leaf.shape[axis + 1 :])
+    if leaf is None:
+        return None
+    example_shape = leaf.shape[axis + 1 :]
+    return (leaf.dtype, *example_shape)

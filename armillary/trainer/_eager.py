@@ -35,11 +35,15 @@ def run_eagerly(
     while all(reader.peek() is not None for reader in feed.readers):
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
-        every = tuple(range(len(state.paths)))
-        state.write(flat.bring(flat.join(every, *flat.take(every))))
-        taken: list[list[Any]] = [[] for _ in feed.readers]
-        pairs = zip(feed.readers, taken, strict=True)
-        iterators = [StepIterator(i, _place(*pair)) for i, pair in enumerate(pairs)]
+        _move_to_devices(state, flat)
+
+        taken: list[list[Any]] = []
+        iterators: list[StepIterator] = []
+        for number, reader in enumerate(feed.readers):
+            batches: list[Any] = []
+            taken.append(batches)
+            iterators.append(StepIterator(number, _place(reader, batches)))
+
         try:
             with (
                 method.strategy.jax_settings(),
@@ -52,11 +56,22 @@ def run_eagerly(
             return
         finally:
             state.write(flat.at_home(state.read()))
+
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
+        # The step may have left arrays on other devices.
         FlatState(state, method.strategy).settle(())
         feed.commit_taken()
-        yield result, all(batches[-1].is_last for batches in taken)
+        is_end = all(batches[-1].is_last for batches in taken)
+        yield result, is_end
+
+
+def _move_to_devices(state: State, flat: FlatState) -> None:
+    """Moves the arrays of a state to the devices on which a step computes."""
+    every_index = tuple(range(len(state.paths)))
+    donated, others = flat.take(every_index)
+    arrays = flat.join(every_index, donated, others)
+    state.write(flat.bring(arrays))
 
 
 def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:

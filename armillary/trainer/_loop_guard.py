@@ -74,7 +74,11 @@ class LoopGuard:
         before = self._num_steps
         self._num_steps += num_steps
         interval = self._method.options.check_replicas_every
-        if interval is not None and before // interval < self._num_steps // interval:
+        if interval is None:
+            return
+        # A loop may pass a multiple of the interval without ending at it.
+        is_due = before // interval < self._num_steps // interval
+        if is_due:
             self._loop.checksums = self._comparison.start(arrays)
 
     def check(self, halt: Halt) -> "LoopCheck | None":
@@ -118,9 +122,15 @@ class LoopCheck:
 
         first = int(health.first_bad)
         bad = np.flatnonzero(health.counts).tolist()
-        leaves = {self.paths[index]: int(health.counts[index]) for index in bad}
+        leaves: dict[str, int] = {}
+        lines: list[str] = []
+        for index in bad:
+            path = self.paths[index]
+            num_values = int(health.counts[index])
+            leaves[path] = num_values
+            lines.append(f"{path}: {counted(num_values, 'value')}")
+        shown = list_lines(lines)
         where = _where(step, first + 1, count)
-        shown = list_lines(f"{p}: {counted(n, 'value')}" for p, n in leaves.items())
         if not health.is_halted:
             logger.warning(
                 f"`{self.name}` left values that are not finite in {health.num_bad} of "

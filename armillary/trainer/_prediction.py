@@ -64,7 +64,8 @@ def predict(
     strategy = get_strategy() if strategy is None else strategy
     fix = "Leave it out for the one in effect."
     check_instance("strategy", strategy, Strategy, fix)
-    return _predict(fn, _at_beginning(dataset, strategy), strategy)
+    data = _at_beginning(dataset, strategy)
+    return _predict(fn, data, strategy)
 
 
 def _at_beginning(dataset: Any, strategy: Strategy) -> DistributedDataset:
@@ -135,8 +136,10 @@ def _compile(
 
     def in_replica(batch: Batch) -> tuple[PyTree, Any]:
         outputs = fn(batch)
-        _check_rows(name, outputs, len(jax.tree.leaves(batch)[0]))
-        return outputs, get_mask(batch) if has_mask else None
+        num_rows = len(jax.tree.leaves(batch)[0])
+        _check_rows(name, outputs, num_rows)
+        mask = get_mask(batch) if has_mask else None
+        return outputs, mask
 
     def body(batch: PyTree) -> PyTree:
         outputs = strategy.run(in_replica, args=(batch,))
@@ -152,23 +155,27 @@ def _check_rows(fn_name: str, outputs: PyTree, num_rows: int) -> None:
     """Raises unless there are outputs, and each has a row for each example."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs) or [((), outputs)]
     for path, leaf in leaves:
-        key = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = f"{f'`{key}` in the' if key else 'The'} output of `{fn_name}`"
         is_array = isinstance(leaf, jax.Array | np.ndarray)
-        if not is_array or leaf.shape[:1] != (num_rows,):
-            shown = f"has shape {leaf.shape}" if is_array else f"is {leaf!r:.80}"
-            raise ValueError(
-                f"{name} {shown}, but it must be an array whose first axis has the "
-                f"{num_rows} examples that it was given. Return a value for each "
-                "example. For one value of all examples, write a `StandardEvaluator`."
-            )
+        if is_array and leaf.shape[:1] == (num_rows,):
+            continue
+        key = jax.tree_util.keystr(path, simple=True, separator="/")
+        which = f"`{key}` in the" if key else "The"
+        shown = f"has shape {leaf.shape}" if is_array else f"is {leaf!r:.80}"
+        raise ValueError(
+            f"{which} output of `{fn_name}` {shown}, but it must be an array whose "
+            f"first axis has the {num_rows} examples that it was given. Return a value "
+            "for each example. For one value of all examples, write a "
+            "`StandardEvaluator`."
+        )
 
 
 def _fetch(arrays: PyTree, strategy: Strategy) -> PyTree:
     """Returns outputs as NumPy arrays, without the rows of padding."""
     with strategy.scope():
         outputs, mask = jax.tree.map(_fetch_leaf, arrays)
-    return outputs if mask is None else jax.tree.map(lambda leaf: leaf[mask], outputs)
+    if mask is None:
+        return outputs
+    return jax.tree.map(lambda leaf: leaf[mask], outputs)
 
 
 def _fetch_leaf(leaf: jax.Array) -> np.ndarray:

@@ -64,8 +64,10 @@ class Spec(NamedTuple):
     @property
     def names(self) -> str:
         tree = self.structure.unflatten(range(len(self.objects)))
-        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return ", ".join(join_keys("", path) for path, _ in paths) or "none"
+        names: list[str] = []
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+            names.append(join_keys("", path))
+        return ", ".join(names) or "none"
 
     @property
     def num_plain(self) -> int:
@@ -75,12 +77,11 @@ class Spec(NamedTuple):
     def num_integers(self) -> int:
         from armillary.metrics._parts import NUM_PER_PLAIN
 
-        of_objects = [
-            described.num_integers
-            for described in self.objects
-            if described is not None
-        ]
-        return self.num_plain * NUM_PER_PLAIN + sum(of_objects)
+        count = self.num_plain * NUM_PER_PLAIN
+        for described in self.objects:
+            if described is not None:
+                count += described.num_integers
+        return count
 
 
 class Seen:
@@ -163,12 +164,15 @@ class ReturnedMetrics:
 
         # `read_totals` expects the plain metrics first.
         if plain:
-            parts = [*split_plain(plain, _count_examples(batch)), *parts]
+            num_examples = _count_examples(batch)
+            parts = [*split_plain(plain, num_examples), *parts]
         if not parts:
             return
+
+        # Each column has the parts of one integer.
         added = jnp.concatenate(parts, axis=1)
-        unused = room - added.shape[1]
-        filled = jnp.pad(added, ((0, 0), (0, unused)))
+        num_unused = room - added.shape[1]
+        filled = jnp.pad(added, ((0, 0), (0, num_unused)))
         self.counts[...] = add_parts(self.counts[...], filled)
         if self.finite is not None:
             values = [value for _, value in paths]
@@ -177,7 +181,9 @@ class ReturnedMetrics:
     def compute(self) -> Any:
         """Returns `Totals`, or numbers by name if Python reads them."""
         totals = Totals(self.counts[...])
-        return read_totals(self.seen.spec, totals) if self._is_read else totals
+        if not self._is_read:
+            return totals
+        return read_totals(self.seen.spec, totals)
 
 
 def _is_metric(value: Any) -> bool:
@@ -221,6 +227,7 @@ def read_totals(spec: Spec | None, output: Any) -> Output:
     from armillary.metrics._counts import join_parts
     from armillary.metrics._parts import NUM_PER_PLAIN, join_metric, join_plain
 
+    # The integers of plain metrics come first, and then those of each object.
     integers = join_parts(np.asarray(output.parts))
     start = spec.num_plain * NUM_PER_PLAIN
     means = iter(join_plain(integers[:start], spec.num_plain))
@@ -268,6 +275,7 @@ def add_derived(loop_end: LoopEnd, output: Any, state: Any) -> Output:
 
 
 def make_metrics(metrics: Any, *, is_read: bool, is_checked: bool = False) -> Any:
+    """Returns the user's metrics, checked, or new ones for the metrics of a step."""
     if metrics is not None:
         fix = "Use `armillary`'s or `nnx` metrics, in an `nnx.MultiMetric`."
         check_methods("metrics", metrics, ["reset", "update", "compute"], fix)
@@ -276,6 +284,7 @@ def make_metrics(metrics: Any, *, is_read: bool, is_checked: bool = False) -> An
 
 
 def add_metrics(to: Any, metrics: Any, batch: Batch) -> None:
+    """Adds the metrics that a step returned for a batch, by name; `None` adds none."""
     if not isinstance(metrics, Mapping | None):
         raise TypeError(
             f"`step` returned {describe(metrics)} as its metrics, but they must be a "

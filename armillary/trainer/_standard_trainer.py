@@ -179,26 +179,9 @@ class StandardTrainer(Runner, AbstractTrainer):
             datasets.append(part if has_position else None)
             if is_ours and not has_position:
                 lost.append(part.source_name)
-
-        if lost and not setup.has_warned and not setup.options.read_ahead:
+        if lost and not setup.has_warned:
             setup.has_warned = True
-            logger.info(
-                "The training data (%s) has no position, so a run that resumes reads "
-                "it from its beginning. Name the objects that make the data in the "
-                "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
-                ", ".join(lost),
-            )
-        elif lost and not setup.has_warned:
-            setup.has_warned = True
-            logger.warning(
-                "No checkpoint holds the position in the training data (%s), because "
-                "the data has no position. A run that resumes reads it from its "
-                "beginning, and counts `epochs` from 0. Use "
-                "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
-                "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
-                "and `set_state` (docs/data/positions.md).",
-                ", ".join(lost),
-            )
+            _warn_of_lost_positions(lost, is_made=not setup.options.read_ahead)
         return datasets
 
     def prepare(self, steps_per_loop: int) -> None:
@@ -254,6 +237,8 @@ class StandardTrainer(Runner, AbstractTrainer):
             self.data_exhausted = not loop.has_data()
             if self.data_exhausted:
                 return LoopsOnDevice(0, (), lambda _: [None])
+
+            # The hooks are in the program, if they need no Python.
             count = loop.count_loops(num_steps, num_loops)
             if count:
                 arrays, make = loop.run_loops(num_steps, count)
@@ -296,8 +281,10 @@ class StandardTrainer(Runner, AbstractTrainer):
         check_step_signature(self.train_step, type(self).__name__)
         # Only this process needs the datasets and loops of the trainer, or of an
         # evaluator that it holds.
-        local = (Setup, DistributedDataset)
-        held = [value for value in vars(self).values() if isinstance(value, local)]
+        held: list[Any] = []
+        for value in vars(self).values():
+            if isinstance(value, Setup | DistributedDataset):
+                held.append(value)
         step = self.train_step
         iterators = None
         if setup.datasets is None:
@@ -305,6 +292,31 @@ class StandardTrainer(Runner, AbstractTrainer):
         return loop_class(
             step, strategy, setup.datasets, iterators=iterators, left_out=held
         )
+
+
+def _warn_of_lost_positions(source_names: Sequence[str], *, is_made: bool) -> None:
+    """Warns that no checkpoint has a position in these sources.
+
+    `is_made` says that the program makes the data itself, such as from games.
+    """
+    shown = ", ".join(source_names)
+    if is_made:
+        logger.info(
+            "The training data (%s) has no position, so a run that resumes reads "
+            "it from its beginning. Name the objects that make the data in the "
+            "checkpoint: `Checkpoint(trainer=trainer, game=game)`.",
+            shown,
+        )
+        return
+    logger.warning(
+        "No checkpoint holds the position in the training data (%s), because "
+        "the data has no position. A run that resumes reads it from its "
+        "beginning, and counts `epochs` from 0. Use "
+        "`armillary.data.from_arrays`, Grain, TFRecords, a loader with "
+        "`state_dict` and `load_state_dict`, or an iterator with `get_state` "
+        "and `set_state` (docs/data/positions.md).",
+        shown,
+    )
 
 
 def find_positions(trainer: StandardTrainer) -> list[DistributedDataset | None]:

@@ -63,9 +63,10 @@ class WorkCount:
         """Returns the mean of the steps so far, and begins again."""
         if not self._num_steps:
             return Work()
-        mean = Work(self._examples / self._num_steps, self._flops / self._num_steps)
+        examples = self._examples / self._num_steps
+        flops = self._flops / self._num_steps
         self._begin()
-        return mean
+        return Work(examples, flops)
 
 
 def measure_work(
@@ -85,10 +86,13 @@ def measure_work(
 def _count_examples(
     chunk: Chunk, batches_per_step: Sequence[int], strategy: Strategy
 ) -> float:
+    """Returns the number of examples in a step, over all replicas."""
     total = 0
-    parts = zip(chunk.types, chunk.active, batches_per_step, strict=True)
-    for types, active, num_batches in parts:
+    datasets = zip(chunk.types, chunk.active, batches_per_step, strict=True)
+    for types, active, num_batches in datasets:
         shape = jax.tree.leaves(types)[0].shape
+        # If batches are stacked, the first axis is the replicas, and some of them may
+        # have no data.
         is_stacked = strategy.layout.stacked
         num_rows = len(active) * shape[1] if is_stacked else shape[0]
         total += num_batches * num_rows
@@ -120,7 +124,8 @@ def measure_footprint(
     try:
         device = min(state[0].sharding.device_set, key=lambda each: each.id)
         state_bytes = sum(map(_count_bytes, state))
-        analysis = compiled.lower(donated, inputs).compile().memory_analysis()
+        program = compiled.lower(donated, inputs).compile()
+        analysis = program.memory_analysis()
     except Exception as error:
         logger.debug("The memory of a program could not be measured: %r", error)
         return None
