@@ -98,13 +98,15 @@ class ScheduledTask:
     ) -> None:
         self.number = number
         self.name = getattr(fn, "__name__", "the function")
-        self.state = State([(fn, ""), *((leaf, "") for leaf in objects_of(leaves))])
-        args, kwargs = tree.unflatten(
-            Dynamic() if is_dynamic(leaf) else leaf for leaf in leaves
-        )
+        objects = [(leaf, "") for leaf in objects_of(leaves)]
+        self.state = State([(fn, ""), *objects])
+        sent = [Dynamic() if is_dynamic(leaf) else leaf for leaf in leaves]
+        args, kwargs = tree.unflatten(sent)
+
         # Functions are told apart by the identity of these objects. They are kept, so
         # that no new object gets the identity of an old one.
-        self._kept = leaves, tuple(value for _, value in captured(fn))
+        captured_values = [value for _, value in captured(fn)]
+        self._kept = leaves, captured_values
         self._types = self._read_types()
 
         # There is a new object for each place, because an array of a variable may also
@@ -132,6 +134,16 @@ class ScheduledTask:
 
 @dataclass(eq=False)
 class Closure:
+    """One call of a scheduled function, until it has run.
+
+    Attributes:
+        number: The number of the call.
+        task: The function.
+        inputs: The arguments that may differ between calls.
+        value: The result.
+        num_losses: The times that a worker was lost while it ran the call.
+    """
+
     number: int
     task: ScheduledTask
     inputs: list[Any]
@@ -153,10 +165,11 @@ class Closure:
 
     def arguments(self) -> list[Any]:
         """Returns the inputs for Ray, which fetches references on the worker."""
-        return [
-            value.future.result() if isinstance(value, RemoteValue) else value
-            for value in self.inputs
-        ]
+        arguments: list[Any] = []
+        for value in self.inputs:
+            is_result = isinstance(value, RemoteValue)
+            arguments.append(value.future.result() if is_result else value)
+        return arguments
 
     def fail(self, error: BaseException) -> None:
         """Sets an error in place of the result, if there is no result yet."""
@@ -164,6 +177,7 @@ class Closure:
             self.value.future.set_exception(error)
 
     def cancel(self, why: str = _WHY) -> None:
+        """Sets an error that says why the call did not run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.fail(ClosureCancelledError(message))
 
@@ -178,6 +192,7 @@ class Statistics:
     num_lost: int = 0
 
     def count(self, staleness: int) -> None:
+        """Counts a call that has ended; its staleness is a number of versions."""
         self.num_calls += 1
         self.total_staleness += staleness
         self.max_staleness = max(self.max_staleness, staleness)
@@ -196,16 +211,22 @@ def ship(
 ) -> tuple[bytes, list[bytes]]:
     """Returns a pickled task, and the optimizers that it reaches."""
     cloudpickle = import_ray().cloudpickle
-    places = {id(array): ("array", i) for i, array in enumerate(arrays)}
-    places |= {key: ("named", name) for key, name in named.items()}
+    # The objects that are sent as names, by identity.
+    places: dict[int, tuple[str, Any]] = {}
+    for index, array in enumerate(arrays):
+        places[id(array)] = ("array", index)
+    for key, name in named.items():
+        places[key] = ("named", name)
     # Optimizers and their updates, by identity. The optimizers are kept, so that no new
     # object gets the identity of one of them.
     optimizers: dict[int, tuple[Any, Any]] = {}
 
     def number(optimizer: Any, make: Callable[[Any], Any]) -> int:
-        if id(optimizer) not in optimizers:
-            optimizers[id(optimizer)] = optimizer, make(optimizer)
-        return [*optimizers].index(id(optimizer))
+        """Returns the number of an optimizer, in the order in which they are met."""
+        key = id(optimizer)
+        if key not in optimizers:
+            optimizers[key] = optimizer, make(optimizer)
+        return [*optimizers].index(key)
 
     class TaskPickler(cloudpickle.CloudPickler):
         def persistent_id(self, obj: Any) -> Any:
@@ -219,7 +240,9 @@ def ship(
                 return super().reducer_override(obj)
             if is_built_optimizer(obj):
                 index = number(obj, as_transformation)
-                return make_optimizer, (type(obj), index), *reduced[2:]
+                # The attributes are sent as for any object of Keras.
+                _, _, *rest = reduced
+                return make_optimizer, (type(obj), index), *rest
             return reduced
 
     buffer = io.BytesIO()

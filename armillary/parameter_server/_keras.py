@@ -30,7 +30,9 @@ def reduce_keras(obj: Any) -> Any:
     from keras.src.utils import backend_utils, tracking
 
     if isinstance(obj, KerasSaveable):
-        held = {k: None if k in _LOCAL else v for k, v in vars(obj).items()}
+        held = dict(vars(obj))
+        for name in _LOCAL & held.keys():
+            held[name] = None
         return make_blank, (type(obj),), held
     if isinstance(obj, backend_utils.DynamicBackend):
         # Without a rule, unpickling looks attributes up in the unfinished object.
@@ -99,12 +101,14 @@ class _KerasUpdate:
         everything = [*variables, *optimizer.variables]
         for variable, array in zip(everything, [*params, *state], strict=True):
             variable._shape = array.shape  # A server may have a part of it.
+
+        # The optimizer looks variables up in two tables, by a key of this process.
         keys = [optimizer._var_key(variable) for variable in variables]
         numbers = dict(zip(keys, range(len(keys)), strict=True))
         decayed = dict(zip(keys, self._decayed, strict=True))
-        # The optimizer looks variables up in these tables.
         optimizer._trainable_variables_indices = numbers
         optimizer._exclude_from_weight_decay_cache = decayed
+
         new_params, new_state = optimizer.stateless_apply(
             list(state), list(updates), list(params)
         )

@@ -81,21 +81,23 @@ class TaskProgram:
         policies = _find_policies(flat)
         self._keys = {i for i, policy in policies.items() if policy is Policy.RANDOM}
         found = _find_additions(self._step, updates, policies, flat.state, name)
-        self._signs = [addition.sign for addition in found.values()]
+        additions = list(found.values())
+        self._signs = [addition.sign for addition in additions]
 
         # The program is reduced to the results and the additions, and to the variables
         # that these need.
         jaxpr = self._step.program.jaxpr
+        num_changed = len(self._step.changed)
+        results = jaxpr.outvars[num_changed:]
+        outputs = [*results, *(addition.output for addition in additions)]
+        # All arguments stay inputs. So does a variable that is averaged, because it is
+        # compared with its old value.
         num_variables = len(flat.types)
-        # A variable that is averaged is compared with its old value, so it stays an
-        # input. All arguments stay too.
-        kept = [i >= num_variables for i in range(len(jaxpr.invars))]
+        is_kept = [i >= num_variables for i in range(len(jaxpr.invars))]
         for i, addition in found.items():
             if addition.sign == 0:
-                kept[i] = True
-        results = jaxpr.outvars[len(self._step.changed) :]
-        outputs = [*results, *(addition.output for addition in found.values())]
-        self._program, used = _prune(self._step.program, outputs, kept)
+                is_kept[i] = True
+        self._program, used = _prune(self._step.program, outputs, is_kept)
         _check_updates_unused(self._program, name)
 
         reads = tuple(i for i in used if i < num_variables)
@@ -108,31 +110,40 @@ class TaskProgram:
     ) -> tuple[PyTree, list[list[Any]], list[Any]]:
         """Runs the function; returns its result, the gradients and the additions."""
         leaves = jax.tree.leaves(arguments)
-        results, additions = self._run(
-            [values[i] for i in self.spec.reads], leaves, np.uint32(call)
-        )
+        read = [values[i] for i in self.spec.reads]
+        results, additions = self._run(read, leaves, np.uint32(call))
         return *self._step.results(results), additions
 
     def _compute(
         self, read: list[Any], arguments: list[Any], call: Any
     ) -> tuple[list[Any], list[Any]]:
+        """Computes the results of the function, and the changes of variables."""
         values: dict[int, Any] = {}
         for i, value in zip(self.spec.reads, read, strict=True):
             values[i] = _fold_in(value, call) if i in self._keys else value
         outputs = core.jaxpr_as_fun(self._program)(*values.values(), *arguments)
+
         num_results = len(outputs) - len(self._signs)
-        changes = []
-        for i, new, sign in zip(
-            self.spec.additions, outputs[num_results:], self._signs, strict=True
-        ):
+        results = outputs[:num_results]
+        made = outputs[num_results:]
+        changes: list[Any] = []
+        for i, new, sign in zip(self.spec.additions, made, self._signs, strict=True):
             changes.append(new - values[i] if sign == 0 else sign * new)
         # The addition to an array may be a single number.
         changes = list(map(jnp.broadcast_to, changes, self._shapes))
-        return outputs[:num_results], changes
+        return results, changes
 
 
 class _Addition(NamedTuple):
-    sign: int  # 0 if `output` is the new value of the variable.
+    """A value to add to a variable.
+
+    Attributes:
+        sign: 1 if `output` is added, -1 if it is subtracted, and 0 if `output` is the
+            new value of the variable.
+        output: The value in the program.
+    """
+
+    sign: int
     output: Any
 
 
@@ -157,6 +168,8 @@ def _find_additions(
     paths = state.paths
     in_parts = _find_in_parts(state)
     origins = _Origins(step.program.jaxpr)
+    # The parameters of optimizers, with the number of the update and of the parameter
+    # in it; and the variables of the optimizers' own state.
     owned: dict[int, tuple[int, int]] = {}
     states: set[int] = set()
     for call, spec in enumerate(updates):
@@ -181,6 +194,7 @@ def _find_additions(
             else:
                 found[i] = addition
 
+    # `x += f(x)` is not an addition: another worker may change `x` in the meantime.
     mirrored = {i for i in found if policies[i] is Policy.MIRRORED}
     for i in mirrored:
         _, needed = _prune(step.program, [found[i].output])
@@ -189,15 +203,20 @@ def _find_additions(
                 f"{paths[i]}: the added amount depends on the values of such variables"
             )
     if refused:
-        lines = "\n".join(f"  {line}" for line in sorted(refused))
-        raise StateStructureError(
-            f"`{name}` is scheduled on workers, which run at the same time, so it can "
-            "change variables only through an optimizer, or by adding to them "
-            f"(`x[...] += change`). It changes these in another way:\n{lines}\n"
-            "Use a metric, or a variable with `aggregation=VariableAggregation.SUM`, "
-            "or change it on the coordinator, between calls of `schedule`."
-        )
+        raise _explain_refused(name, refused)
     return found
+
+
+def _explain_refused(name: str, refused: list[str]) -> StateStructureError:
+    """Returns the error for variables that a function must not change in its way."""
+    lines = "\n".join(f"  {line}" for line in sorted(refused))
+    return StateStructureError(
+        f"`{name}` is scheduled on workers, which run at the same time, so it can "
+        "change variables only through an optimizer, or by adding to them "
+        f"(`x[...] += change`). It changes these in another way:\n{lines}\n"
+        "Use a metric, or a variable with `aggregation=VariableAggregation.SUM`, "
+        "or change it on the coordinator, between calls of `schedule`."
+    )
 
 
 def _find_in_parts(state: State) -> set[int]:
@@ -228,10 +247,12 @@ class _Origins:
         a, b = (self._same(term, may_round=True) for term in terms)
         if old not in (a, b):
             return False
-        update = self._equation(b if a is old else a)
+        added = b if a is old else a
+        update = self._equation(added)
         if update is None or update.primitive is not server_update_p:
             return False
-        return (update.params["call"], update.params["leaf"]) == origin
+        found = (update.params["call"], update.params["leaf"])
+        return found == origin
 
     def find_addition(self, out: Any, slot: int) -> _Addition | None:
         """Returns the addition to a variable; `None` if it changes in another way."""
@@ -244,7 +265,8 @@ class _Origins:
         else:
             return None
         # With an addition of a narrower type, the sum would be rounded differently.
-        return found if found.output.aval.dtype == old.aval.dtype else None
+        has_same_type = found.output.aval.dtype == old.aval.dtype
+        return found if has_same_type else None
 
     def _equation(self, var: Any) -> Any:
         """Returns the operation that made a value; `None` for inputs and constants."""
@@ -257,7 +279,8 @@ class _Origins:
             if equation is None or equation.primitive.name not in _COPIES:
                 return var
             source = equation.invars[0]
-            if source.aval.dtype != var.aval.dtype and not may_round:
+            is_rounded = source.aval.dtype != var.aval.dtype
+            if is_rounded and not may_round:
                 return var
             var = source
 
@@ -270,11 +293,14 @@ class _Origins:
 
 
 def _check_updates_unused(program: core.ClosedJaxpr, name: str) -> None:
-    if any(eqn.primitive is server_update_p for eqn in walk_equations(program)):
-        raise StateStructureError(
-            f"`{name}` uses the updates that an optimizer returned. They are computed "
-            "on the parameter servers, after the function: use the gradients instead."
-        )
+    """Raises if the results of a function need the update of an optimizer."""
+    for equation in walk_equations(program):
+        if equation.primitive is server_update_p:
+            raise StateStructureError(
+                f"`{name}` uses the updates that an optimizer returned. They are "
+                "computed on the parameter servers, after the function: use the "
+                "gradients instead."
+            )
 
 
 def _prune(
@@ -290,8 +316,10 @@ def _prune(
 
 
 def _fold_in(value: jax.Array, call: Any) -> jax.Array:
+    """Returns keys with the number of the call folded in, so each call has its own."""
     keys = as_keys(value)
     fold = jax.random.fold_in
     for _ in range(keys.ndim):
         fold = jax.vmap(fold, in_axes=(0, None))
-    return as_before(fold(keys, call), value)
+    folded = fold(keys, call)
+    return as_before(folded, value)

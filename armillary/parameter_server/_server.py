@@ -30,26 +30,35 @@ class ArrayType(NamedTuple):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def zeros(self) -> jax.Array:
+        """Returns an array of this type, for a trace, which needs no values."""
         if self.impl is None:
             return jnp.zeros(self.shape, self.dtype)
-        word = jax.random.key_data(jax.random.key(0, impl=self.impl))
-        words = jnp.zeros((*self.shape, *word.shape), self.dtype)
+        # The number of words in a key depends on the generator.
+        key = jax.random.key(0, impl=self.impl)
+        words_of_key = jax.random.key_data(key)
+        shape = (*self.shape, *words_of_key.shape)
+        words = jnp.zeros(shape, self.dtype)
         return jax.random.wrap_key_data(words, impl=self.impl)
 
     def from_host(self, array: Any) -> jax.Array:
+        """Returns a JAX array of this type, from the form of `to_host`."""
+        given = jnp.asarray(array)
         if self.impl is None:
-            return jnp.asarray(array)
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=self.impl)
+            return given
+        return jax.random.wrap_key_data(given, impl=self.impl)
 
 
 def type_of(array: jax.Array) -> ArrayType:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        dtype = jax.random.key_data(array).dtype
-        return ArrayType(array.shape, np.dtype(dtype), str(jax.random.key_impl(array)))
-    return ArrayType(array.shape, np.dtype(array.dtype))
+    """Returns the type of an array, or of an array of random keys."""
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return ArrayType(array.shape, np.dtype(array.dtype))
+    dtype = jax.random.key_data(array).dtype
+    impl = str(jax.random.key_impl(array))
+    return ArrayType(array.shape, np.dtype(dtype), impl)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
+    """Returns an array in the form that is sent: words in place of random keys."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array)
@@ -63,7 +72,11 @@ class Location(NamedTuple):
     rows: tuple[int, int] | None = None
 
     def cut(self, array: np.ndarray) -> np.ndarray:
-        return array if self.rows is None else array[slice(*self.rows)]
+        """Returns the part of a whole variable that is here."""
+        if self.rows is None:
+            return array
+        start, stop = self.rows
+        return array[start:stop]
 
 
 def locations_to_read(locations: Sequence[Location]) -> Sequence[Location]:
@@ -77,11 +90,21 @@ def join_rows(
 ) -> np.ndarray:
     """Returns a variable, from the parts that were read."""
     rows = [found[location.part] for location in locations_to_read(locations)]
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+    if len(rows) == 1:
+        return rows[0]  # without a copy
+    return np.concatenate(rows)
 
 
 class Push(NamedTuple):
-    """The message of one call of a scheduled function to one server."""
+    """The message of one call of a scheduled function to one server.
+
+    Attributes:
+        call: The number of the call.
+        oldest: The number of the oldest call that Ray may still run again.
+        version: The version of the server that the call has read.
+        updates: For each optimizer, the gradients for parts of its parameters.
+        additions: The values to add to parts of variables.
+    """
 
     call: int
     oldest: int
@@ -105,8 +128,10 @@ class ParameterServer(Actor):
         self._types: dict[int, ArrayType] = {}
         # By key: an optimizer's compiled update, and the parts that it needs.
         self._updates: dict[Any, Any] = {}
+        # By call, in the order of arrival: its staleness.
         self._applied: OrderedDict[int, int] = OrderedDict()
         self._version = 0
+        # The last answer for some parts, and its version: many workers read the same.
         self._snapshots: dict[tuple[PartKey, ...], tuple[int, Any]] = {}
 
     def put(
@@ -115,23 +140,31 @@ class ParameterServer(Actor):
         """Sets parts of variables, new or known ones."""
         self._types.update(types)
         for part, value in values.items():
+            variable, _ = part
             # The array is copied, because it arrives in read-only shared memory.
-            self._values[part] = self._types[part[0]].from_host(np.array(value))
+            own = np.array(value)
+            self._values[part] = self._types[variable].from_host(own)
         self._snapshots.clear()
 
     def define(self, key: Any, update: Any) -> None:
         """Takes an optimizer (`LocalUpdate`), before the first gradients for it."""
-        if key not in self._updates:
-            run = jax.jit(update.make(), donate_argnums=1)
-            parts = [part for part in self._values if part[0] in update.types]
-            self._updates[key] = run, parts
+        if key in self._updates:
+            return
+        run = jax.jit(update.make(), donate_argnums=1)
+        parts: list[PartKey] = []
+        for part in self._values:
+            variable, _ = part
+            if variable in update.types:
+                parts.append(part)
+        self._updates[key] = run, parts
 
     def read(self, parts: tuple[PartKey, ...]) -> tuple[int, Any]:
         """Returns the version, and the values of some parts or a reference to them."""
         version, values = self._snapshots.get(parts, (None, None))
         if version != self._version:
             values = [to_host(self._values[part]) for part in parts]
-            if sum(value.nbytes for value in values) > _INLINE_BYTES:
+            num_bytes = sum(value.nbytes for value in values)
+            if num_bytes > _INLINE_BYTES:
                 values = _Reference([import_ray().put(values)])
             else:
                 # The copies must not change, but programs use their buffers again.
@@ -147,16 +180,19 @@ class ParameterServer(Actor):
         # Ray may run a call again, and its changes count once.
         if push.call in self._applied:
             return self._applied[push.call]
+
         staleness = self._version - push.version
         for key, gradients in push.updates.items():
             update, parts = self._updates[key]
             held = {part: self._values[part] for part in parts}
-            self._values.update(update(gradients, held))
+            new = update(gradients, held)
+            self._values.update(new)
         for part, change in push.additions.items():
             old = self._values[part]
             self._values[part] = (old + change).astype(old.dtype)
         self._version += 1
 
+        # Older calls do not run again.
         while self._applied and next(iter(self._applied)) < push.oldest:
             self._applied.popitem(last=False)
         self._applied[push.call] = staleness

@@ -4,7 +4,7 @@ import collections
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -71,9 +71,10 @@ class PerWorkerIterator:
 @contextmanager
 def offered(batches: dict[int, list[PyTree]]) -> Iterator[None]:
     """Offers batches, by dataset, to a function while it is traced."""
-    _offered.append(
-        {number: StepIterator(number, held) for number, held in batches.items()}
-    )
+    iterators: dict[int, StepIterator] = {}
+    for number, held in batches.items():
+        iterators[number] = StepIterator(number, held)
+    _offered.append(iterators)
     try:
         yield
     finally:
@@ -141,12 +142,14 @@ class Datasets:
                 dataset = dataset_fn(*arguments)
             if not isinstance(dataset, DistributedDataset):
                 dataset = strategy.distribute_dataset(dataset)
-            ahead = _Lookahead(dataset.source_name, iter(dataset), collections.deque())
-            self._found[number] = ahead
+            name = dataset.source_name
+            nothing_held: collections.deque[PyTree] = collections.deque()
+            self._found[number] = _Lookahead(name, iter(dataset), nothing_held)
         except Exception as error:
             self._found[number] = error
 
     def _find(self, number: int) -> _Lookahead:
+        """Returns a dataset; raises the error that its function has raised."""
         found = self._found.get(number)
         if found is None:
             raise RuntimeError(
@@ -180,6 +183,9 @@ class PlacedTask(NamedTuple):
 
 NOWHERE = PlacedTask({}, ())
 
+Changes: TypeAlias = tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]
+"""The gradients for parts of variables, by optimizer, and the additions to parts."""
+
 
 class Dynamic:
     """A placeholder for an array that differs from call to call."""
@@ -196,8 +202,8 @@ class WorkerTask:
     ) -> None:
         self._fn, args, kwargs = call
         self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
-        objects = [leaf for leaf in self._leaves if is_claimed(leaf)]
-        state = State([(self._fn, ""), *((leaf, "") for leaf in objects)])
+        objects = [(leaf, "") for leaf in self._leaves if is_claimed(leaf)]
+        state = State([(self._fn, ""), *objects])
         self._strategy = strategy
         self._types = types
         self._flat = FlatState(state, strategy)
@@ -212,6 +218,7 @@ class WorkerTask:
     ) -> tuple[TaskProgram, dict[int, int]]:
         """Returns the program for arrays of these types, and its numbers of batches."""
         counts = self._counts.setdefault(_shapes_and_dtypes(list(arrays)), {})
+        # Each trace may find that the function takes one more batch.
         while True:
             arguments = datasets.peek(counts), list(arrays)
             key = _shapes_and_dtypes(arguments)
@@ -229,10 +236,10 @@ class WorkerTask:
     def _call(self, batches: dict[int, list[PyTree]], arrays: list[Any]) -> PyTree:
         """Calls the function, with arrays in the places of the stand-ins."""
         remaining = iter(arrays)
-        leaves = [
-            next(remaining) if isinstance(leaf, Dynamic) else leaf
-            for leaf in self._leaves
-        ]
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            is_stand_in = isinstance(leaf, Dynamic)
+            leaves.append(next(remaining) if is_stand_in else leaf)
         args, kwargs = self._tree.unflatten(leaves)
         with offered(batches):
             return self._fn(*args, **kwargs)
@@ -260,6 +267,7 @@ class WorkerTask:
         found: dict[PartKey, np.ndarray] = {}
         for server, (_, arrays) in answers.items():
             found.update(zip(reads[server], arrays, strict=True))
+
         values: dict[int, Any] = {}
         for slot in spec.reads:
             whole = join_rows(self.placed.locations[slot], found)
@@ -270,18 +278,15 @@ class WorkerTask:
 
     def divide(
         self, spec: TaskSpec, gradients: list[list[Any]], additions: list[Any]
-    ) -> dict[int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]]:
-        """Returns the message for each server: updates and additions."""
-        messages: dict[
-            int, tuple[dict[Any, dict[PartKey, Any]], dict[PartKey, Any]]
-        ] = {}
+    ) -> dict[int, Changes]:
+        """Returns the changes that a call sends to each server."""
+        messages: dict[int, Changes] = {}
 
-        def message_for(location: Location) -> Any:
+        def message_for(location: Location) -> Changes:
             return messages.setdefault(location.server, ({}, {}))
 
-        for update, key, leaves in zip(
-            spec.updates, self.placed.updates, gradients, strict=True
-        ):
+        of_updates = zip(spec.updates, self.placed.updates, gradients, strict=True)
+        for update, key, leaves in of_updates:
             for slot, leaf in zip(update.param_slots, leaves, strict=True):
                 array = np.asarray(leaf)
                 for location in self.placed.locations[slot]:

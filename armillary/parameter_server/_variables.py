@@ -37,14 +37,25 @@ from armillary.state._slots import Slot
 
 @dataclass(eq=False)
 class _Variable:
+    """One array of the coordinator's objects, which servers hold.
+
+    Attributes:
+        slot: The object that holds the array.
+        offset: The number of the array in the slot.
+        path: The path of the array, for messages.
+        type: The type of the array.
+        num_parts: The number of parts that the partitioner has chosen.
+        locations: The locations of its parts; or, if it is whole, of its copies.
+        held: The value of the coordinator's object at the last exchange with the
+            servers.
+    """
+
     slot: Slot
     offset: int
     path: str
     type: ArrayType
-    num_parts: int  # The number of parts that the partitioner has chosen.
-    # The locations of its parts; or, if it is whole, the locations of its copies.
+    num_parts: int
     locations: tuple[Location, ...] = ()
-    # The value of the coordinator's object at the last exchange with the servers.
     held: Any = None
 
 
@@ -71,7 +82,8 @@ class Variables:
             for slot, _, _ in state.ranges:
                 known = self._numbers.setdefault(slot.key, {})
                 names = [path.removeprefix(slot.path) for path in slot.paths]
-                for name in set(known) - set(names):
+                lost = set(known) - set(names)
+                for name in lost:
                     self._retire(known.pop(name))
                 for offset, leaf in enumerate(slot.read()):
                     number = self._adopt(known, names[offset], slot, offset, leaf)
@@ -119,17 +131,21 @@ class Variables:
             for key, update in zip(keys, spec.updates, strict=True):
                 dumped = task.transformations[update.transformation]
                 new += self._place_update(key, update.renumbered(numbers), dumped)
+
             slots = sorted({*spec.additions, *spec.reads})
-            for number in (numbers[slot] for slot in slots):
-                if not self._variables[number].locations:
-                    self._assign(number, 1, self._variables[number].type.num_bytes)
+            for slot in slots:
+                number = numbers[slot]
+                variable = self._variables[number]
+                if not variable.locations:
+                    self._assign(number, 1, variable.type.num_bytes)
                     new.append(number)
             self._put(new, servers)
             self._define(keys, servers)
 
             locations: dict[int, tuple[Location, ...]] = {}
             for slot in (*slots, *spec.updated):
-                locations[slot] = self._variables[numbers[slot]].locations
+                variable = self._variables[numbers[slot]]
+                locations[slot] = variable.locations
             task.placed = PlacedTask(locations, keys)
 
     def _place_update(self, key: Any, spec: UpdateSpec, dumped: bytes) -> list[int]:
@@ -146,23 +162,26 @@ class Variables:
         for slot, owner in split.owners.items():
             if owner is not None:
                 sizes[owner] += types[slot].num_bytes
+
+        # The largest first, because the small ones fill the gaps that are left.
         largest_first = sorted(sizes, key=lambda param: (-sizes[param], param))
         for param in largest_first:
             if not known[param].locations:
-                self._assign(param, self._count_parts(param, split), sizes[param])
+                num_parts = self._count_parts(param, split)
+                self._assign(param, num_parts, sizes[param])
                 new.append(param)
 
         found: set[int] = set()
         for param in sizes:
             found.update(location.server for location in known[param].locations)
         servers = sorted(found)
+
+        # The optimizer's state is where its parameter is. State without a parameter,
+        # such as a count of steps, is on each of the servers.
         everywhere = [Location(server, (0, 0)) for server in servers]
         for slot, owner in split.owners.items():
             of_owner = everywhere if owner is None else known[owner].locations
-            locations = tuple(
-                location._replace(part=(slot, location.part[1]))
-                for location in of_owner
-            )
+            locations = tuple(_for_variable(slot, location) for location in of_owner)
             if not known[slot].locations:
                 known[slot].locations = locations
                 new.append(slot)
@@ -177,6 +196,7 @@ class Variables:
         return new
 
     def _count_parts(self, number: int, split: SplitUpdate) -> int:
+        """Returns the number of parts of a parameter; 1 if its optimizer needs all."""
         variable = self._variables[number]
         if variable.num_parts == 1 or split.is_rowwise(number):
             return variable.num_parts
@@ -240,9 +260,11 @@ class Variables:
                 except StateStructureError:
                     self._retire(number)
                     continue
+
                 if leaf is variable.held:
                     continue
-                if type_of(as_array(leaf)) == variable.type:
+                has_same_type = type_of(as_array(leaf)) == variable.type
+                if has_same_type:
                     changed.append(number)
                 else:  # A function that reaches the variable will be sent again.
                     self._retire(number)
@@ -252,9 +274,10 @@ class Variables:
     def put_all(self, servers: Sequence[Any]) -> None:
         """Sends everything to servers that hold nothing yet."""
         with self.lock:
-            placed = [
-                i for i, variable in enumerate(self._variables) if variable.locations
-            ]
+            placed: list[int] = []
+            for number, variable in enumerate(self._variables):
+                if variable.locations:
+                    placed.append(number)
             self._put(placed, servers)
             self._define(self._updates, servers)
 
@@ -276,6 +299,12 @@ class Variables:
                 slot.write(held)
 
 
+def _for_variable(number: int, location: Location) -> Location:
+    """Returns the location of the same part of another variable."""
+    _, part = location.part
+    return location._replace(part=(number, part))
+
+
 def _read_parts(
     variables: Iterable[_Variable], servers: Sequence[Any]
 ) -> dict[PartKey, np.ndarray]:
@@ -284,7 +313,11 @@ def _read_parts(
     for variable in variables:
         for location in locations_to_read(variable.locations):
             parts.setdefault(location.server, []).append(location.part)
-    asked = [servers[i].read.remote(tuple(of_server)) for i, of_server in parts.items()]
+
+    # All servers are asked before the first answer is awaited.
+    asked: list[Any] = []
+    for server, of_server in parts.items():
+        asked.append(servers[server].read.remote(tuple(of_server)))
     answers = import_ray().get(asked)
     found: dict[PartKey, np.ndarray] = {}
     for of_server, answer in zip(parts.values(), answers, strict=True):
@@ -304,8 +337,9 @@ def count_parts(
         return 1
     found = partitioner(shape, dtype, axis=0)
     counts = list(found) if isinstance(found, Iterable) else []
-    is_right = len(counts) == len(shape) and all(map(is_positive_int, counts))
-    if not is_right or any(count != 1 for count in counts[1:]):
+    has_counts = len(counts) == len(shape) and all(map(is_positive_int, counts))
+    cuts_first_only = has_counts and all(count == 1 for count in counts[1:])
+    if not cuts_first_only:
         raise ValueError(
             f"`variable_partitioner` returned {found!r} for {path} of shape {shape}, "
             "but it must return how many parts each axis is cut into, and variables "
@@ -317,6 +351,12 @@ def count_parts(
 
 def cut_rows(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
     """Returns the ranges of rows of the parts, the first ones larger by at most 1."""
-    size, rest = divmod(num_rows, num_parts)
-    stops = [size * (i + 1) + min(i + 1, rest) for i in range(num_parts)]
-    return list(zip([0, *stops], stops, strict=False))
+    size, num_larger = divmod(num_rows, num_parts)
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for index in range(num_parts):
+        is_larger = index < num_larger
+        stop = start + size + is_larger
+        ranges.append((start, stop))
+        start = stop
+    return ranges

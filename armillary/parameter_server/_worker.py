@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from armillary._optional import import_ray
+from armillary.distribute._global_arrays import is_key
 from armillary.parameter_server._program import TaskSpec
 from armillary.parameter_server._server import (
     Actor,
@@ -31,16 +31,25 @@ from armillary.parameter_server._tasks import (
 
 
 class ShippedTask(NamedTuple):
+    """A function as it is sent: pickled, and the types of its variables."""
+
     payload: bytes
     types: tuple[ArrayType, ...]
 
 
 class Done(NamedTuple):
+    """The status of a call that has run."""
+
     staleness: int
     seconds: float
 
 
 class Failed(NamedTuple):
+    """The status of a call that failed.
+
+    `lost_server` is the server whose loss was the reason; `None` for other errors.
+    """
+
     error: BaseException
     lost_server: int | None = None
 
@@ -100,14 +109,16 @@ class Worker(Actor):
         """Runs calls of a function, one after the other, until one fails."""
         if pid != os.getpid():
             return [NotKnown(), *[None] * len(calls)]
-        num_arrays = len(arrays) // len(calls)
+        num_calls = len(calls)
+        num_arrays = len(arrays) // num_calls  # of each call
         statuses: list[Done | Failed] = []
-        results: list[Any] = [None] * len(calls)
+        results: list[Any] = [None] * num_calls
         ahead: ReadAhead = {}
         for i, call in enumerate(calls):
             start = time.perf_counter()
-            of_call = arrays[i * num_arrays : (i + 1) * num_arrays]
-            is_last = i + 1 == len(calls)
+            first = i * num_arrays
+            of_call = arrays[first : first + num_arrays]
+            is_last = i + 1 == num_calls
             try:
                 staleness, results[i], ahead = self._run(
                     self._tasks[number], call, oldest, of_call, ahead, is_last=is_last
@@ -151,8 +162,10 @@ class Worker(Actor):
             if is_last:
                 asked[server] = actor.push.remote(push)
             else:
+                # One message less: the next call finds its values read ahead.
                 asked[server] = actor.push_and_read.remote(push, reads[server])
 
+        # The call is as stale as its most stale server.
         staleness = 0
         ahead = {}
         for server, answer in self._wait(asked).items():
@@ -179,15 +192,15 @@ class Worker(Actor):
         return answers, asked
 
     def _wait(self, asked: dict[int, Any]) -> dict[int, Any]:
+        """Returns the answers of servers, with the values that they refer to."""
         ray = import_ray()
         lost = ray.exceptions
         answers: dict[int, Any] = {}
         for server, reference in asked.items():
             try:
                 answer = ray.get(reference)
-                answers[server] = (
-                    fetch_values(answer) if isinstance(answer, tuple) else answer
-                )
+                has_values = isinstance(answer, tuple)
+                answers[server] = fetch_values(answer) if has_values else answer
             except (lost.RayActorError, lost.ObjectLostError) as error:
                 raise _ServerLostError(server, error) from error
         return answers
@@ -205,15 +218,20 @@ def _failed(error: Exception) -> Failed:
 
 
 def _to_host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    """Returns a leaf of a result in the form that is sent."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if is_key(leaf):
         raise TypeError(
             "A scheduled function returned a random key, which cannot be sent. Return "
             "its words, `jax.random.key_data(key)`."
         )
-    return to_host(leaf) if isinstance(leaf, jax.Array) else leaf
+    return to_host(leaf)
 
 
 def unship(payload: bytes, arrays: Sequence[Any], strategy: Any) -> Any:
+    """Returns a task that `ship` has pickled, with these objects for its names."""
+
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             kind, value = pid
