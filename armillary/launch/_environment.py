@@ -49,16 +49,21 @@ def plan_devices(
             f"GPUs ({', '.join(gpus)}). Use fewer, or set `JAX_PLATFORMS=cpu` to run "
             "on virtual CPU devices."
         )
-    starts = range(0, num_processes * share, share)
-    return DevicePlan(gpus=tuple(tuple(gpus[i : i + share]) for i in starts))
+    by_process: list[tuple[str, ...]] = []
+    for process in range(num_processes):
+        start = process * share
+        by_process.append(tuple(gpus[start : start + share]))
+    return DevicePlan(gpus=tuple(by_process))
 
 
 def can_use_gpus(environment: Mapping[str, str]) -> bool:
     """Returns whether JAX would use NVIDIA GPUs, if there were any."""
     platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    allows_gpus = not {"cuda", "gpu"}.isdisjoint(platforms.split(","))
+    if platforms and not allows_gpus:
         return False
-    return any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
+    plugins = entry_points(group="jax_plugins")
+    return any("cuda" in plugin.name for plugin in plugins)
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -78,12 +83,15 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 def find_addresses(count: int) -> list[str]:
     """Returns `count` different addresses on loopback that are free now."""
     # If another program takes a port, the attempt fails, and the next has other ports.
+    addresses: list[str] = []
     with contextlib.ExitStack() as stack:
         # All sockets are open together, or the system could assign a port twice.
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for connection in sockets:
+        for _ in range(count):
+            connection = stack.enter_context(socket.socket())
             connection.bind((_LOOPBACK, 0))
-        return [f"{_LOOPBACK}:{connection.getsockname()[1]}" for connection in sockets]
+            _, port = connection.getsockname()
+            addresses.append(f"{_LOOPBACK}:{port}")
+    return addresses
 
 
 def make_environment(
@@ -98,8 +106,9 @@ def make_environment(
     """Returns the environment of one worker, or of the evaluator (index `None`)."""
     is_worker = index is not None
     task = {"type": "worker" if is_worker else "evaluator", "index": index or 0}
+    tf_config = {"cluster": {"worker": [*addresses]}, "task": task}
     changes = {
-        "TF_CONFIG": json.dumps({"cluster": {"worker": [*addresses]}, "task": task}),
+        "TF_CONFIG": json.dumps(tf_config),
         "ARMILLARY_RESTART_COUNT": str(num_restarts),
         SKIPPED: skipped,
         # By default, JAX would listen on all interfaces of the machine.

@@ -39,11 +39,11 @@ class LabeledOutput:
 
     def __init__(self, logs: Mapping[str, FileIO] | None = None) -> None:
         self._logs = dict(logs or {})
-        # `sys.stdout` is None if the launcher was started with a closed one.
-        streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-        self._open = {
-            name: stream.fileno() for name, stream in streams.items() if stream
-        }
+        self._open: dict[str, int] = {}
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            # It is `None` if the launcher was started with a closed stream.
+            if stream:
+                self._open[name] = stream.fileno()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._own_lines: Queue[str] = Queue()
@@ -63,7 +63,10 @@ class LabeledOutput:
         nothing: deque[str] = deque(maxlen=0)
         for stream in (("stdout", stdout, nothing), ("stderr", stderr, tail)):
             thread = threading.Thread(
-                target=self._write_lines, args=(label, *stream), name=label, daemon=True
+                target=self._write_lines,
+                args=(label, *stream),
+                name=label,
+                daemon=True,
             )
             self._threads.append(thread)
             thread.start()
@@ -93,10 +96,12 @@ class LabeledOutput:
             log.close()
 
     def _has_more(self, labels: Collection[str] | None = None) -> bool:
+        """Returns whether streams of some processes, or of all, are open."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        if labels is None:
-            return bool(self._threads or self._own_lines.unfinished_tasks)
-        return any(thread.name in labels for thread in self._threads)
+        if labels is not None:
+            return any(thread.name in labels for thread in self._threads)
+        has_own_lines = self._own_lines.unfinished_tasks > 0
+        return bool(self._threads) or has_own_lines
 
     def _write_own_lines(self) -> None:
         while True:
@@ -128,10 +133,12 @@ class LabeledOutput:
 
 
 def _write_all(descriptor: int, text: str) -> None:
+    """Writes a text, also to a pipe or a terminal that is full at the moment."""
     data = text.encode()
     while data:
         try:
-            data = data[os.write(descriptor, data) :]
+            num_written = os.write(descriptor, data)
+            data = data[num_written:]
         except BlockingIOError:
             # Another user of the same terminal may have made it non-blocking.
             select.select([], [descriptor], [])

@@ -205,10 +205,11 @@ class RayMachines(Machines):
                 self.release()
                 say(f"a machine was lost before it had a worker: {_shorten(error)}")
                 continue
-            counts = Counter(place.machine for place in self._found)
-            where = ", ".join(f"{name} ({n})" for name, n in counts.items())
+
             addresses = [f"{place.address}:{place.port}" for place in self._found]
-            return addresses, f" on {where}"
+            workers_on = Counter(place.machine for place in self._found)
+            shown = [f"{machine} ({count})" for machine, count in workers_on.items()]
+            return addresses, f" on {', '.join(shown)}"
 
     def start(
         self,
@@ -218,7 +219,8 @@ class RayMachines(Machines):
         environment: Mapping[str, str],
     ) -> LaunchedProcess:
         assert index is not None
-        return _RayWorker(self._ray, label, self._found[index], arguments, environment)
+        place = self._found[index]
+        return _RayWorker(self._ray, label, place, arguments, environment)
 
     def note_missing(self, indices: Collection[int]) -> str:
         """Does nothing, because Ray knows the machines that are missing."""
@@ -276,8 +278,11 @@ class RayMachines(Machines):
         """Returns the number of workers for which some machines have resources."""
         room = 0
         for resources in machines:
-            shares = [resources.get(key, 0) // n for key, n in self._needs.items()]
-            room += int(min(shares))
+            counts: list[float] = []
+            for name, need in self._needs.items():
+                has = resources.get(name, 0)
+                counts.append(has // need)
+            room += int(min(counts))
         return room
 
     async def _start_actors(self) -> list[_Place]:
@@ -285,23 +290,23 @@ class RayMachines(Machines):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         actor_class = self._ray.remote(_WorkerActor)
-        actors = []
+        actors: list[Any] = []
         for index in range(self._group.bundle_count):
+            scheduling = PlacementGroupSchedulingStrategy(self._group, index)
             actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=self._needs.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, index
-                ),
+                scheduling_strategy=scheduling,
             )
             actors.append(actor.remote())
+
+        # All actors look at the same time.
         found = await asyncio.gather(*(actor.look.remote() for actor in actors))
-        places = [
-            _Place(address, machine, port, actor)
-            for (address, machine, port), actor in zip(found, actors, strict=True)
-        ]
+        places: list[_Place] = []
+        for (address, machine, port), actor in zip(found, actors, strict=True):
+            places.append(_Place(address, machine, port, actor))
         # Neighboring workers are on one machine. Actors cannot be compared.
-        return sorted(places, key=lambda place: place[:2])
+        return sorted(places, key=lambda place: (place.address, place.machine))
 
 
 def _shorten(error: BaseException) -> str:

@@ -142,7 +142,8 @@ class Restarts:
         if is_own and is_after_restore:
             self._crashes[restored] += 1
         is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
-        is_hopeless = self._alike >= MOST_ALIKE and not is_bad
+        is_repeated = self._alike >= MOST_ALIKE
+        is_hopeless = is_repeated and not is_bad
         if self._failures <= self._most and not is_hopeless:
             self.count += 1
             why = ""
@@ -153,7 +154,7 @@ class Restarts:
             return None, f"restart {self._failures} of {self._most}", why
 
         why = f"the last of {self._failures} failures"
-        if self._alike >= MOST_ALIKE:
+        if is_repeated:
             why = f"the same failure {self._alike} times"
         error = f": {words.rstrip('.')}" if words else ""
         why = f"{why} without a newer checkpoint{error}"
@@ -161,9 +162,10 @@ class Restarts:
 
     def _count_alike(self, returncode: int, words: str, *, is_own: bool) -> None:
         """Counts equal failures in a row; numbers in the error may differ."""
-        last = (returncode, _NUMBERS.sub("#", words))
-        self._alike = self._alike + 1 if is_own and last == self._last else 1
-        self._last = last
+        failure = (returncode, _NUMBERS.sub("#", words))
+        is_repeated = is_own and failure == self._last
+        self._alike = self._alike + 1 if is_repeated else 1
+        self._last = failure
 
 
 def waits_in_vain(children: Sequence[LaunchedProcess]) -> bool:

@@ -367,10 +367,11 @@ class Lifeline:
         report either.
         """
         self._pace.skip(seconds)
-        self._sightings = {
-            index: seen._replace(time=seen.time + seconds)
-            for index, seen in self._sightings.items()
-        }
+        moved: dict[int, Sighting] = {}
+        for index, seen in self._sightings.items():
+            moved[index] = seen._replace(time=seen.time + seconds)
+        # ORDER: in one assignment, because other threads read the sightings.
+        self._sightings = moved
 
     def _set_timer(self, rule: float | None) -> None:
         """Ends this process some seconds after its limit, unless it is set again."""
@@ -388,10 +389,14 @@ class Lifeline:
         num_bytes = sum(transfer.num_bytes for transfer in transfers)
         phase = phase._replace(num_bytes=num_bytes)
         if is_in(COMPILER, stack):
+            # A compilation may take any time. The timer still counts, in case C code
+            # keeps the lock of the interpreter.
             phase = Phase("compiling")
             rule = math.inf
+
         pace = self._pace
-        pace.look(phase, read_work_seconds(phase.name, watched.thread), now)
+        work_seconds = read_work_seconds(phase.name, watched.thread)
+        pace.look(phase, work_seconds, now)
         limit = pace.find_limit(rule)
         if not rule:
             # By default, a program that computes makes progress.
@@ -425,18 +430,19 @@ class Lifeline:
         children get the reports of this process and of process 0.
         """
         self._sightings[self._index] = Sighting(own, now)
-        rows = {}
+        tree = self._tree
+        up: list[Any] = []
+        down: list[Any] = []
         for index in sorted({*self._fresh, self._index}):
             seen = self._sightings[index]
             # The clocks of machines differ, so a report holds no time of arrival.
             quiet_seconds = seen.quiet_seconds(now)
             report = seen.report._replace(quiet_seconds=quiet_seconds)
-            rows[index] = [index, report]
+            if index in tree.members:
+                up.append([index, report])
+            if index in (_CHIEF, self._index):
+                down.append([index, report])
         self._fresh = set()
-
-        tree = self._tree
-        up = [rows[index] for index in rows if index in tree.members]
-        down = [rows[index] for index in rows if index in (_CHIEF, self._index)]
         tree.send([tree.parent], "reports", up)
         tree.send(tree.children, "reports", down)
 

@@ -50,18 +50,24 @@ def find_line(phase: str, stack: list[Line] | None = None) -> str:
     main = read_stack() if stack is None else stack
     if not main:
         return "(the main thread has ended)"
-    lines = [_describe_line(_find_users(main) or main[0])]
+
+    innermost = _find_users(main) or main[0]
+    lines = [_describe_line(innermost)]
     if phase in ("data", "evaluating"):
-        readers = dict.fromkeys(map(_describe_line, _find_lines_of_others()))
-        lines += [f"while a thread reads ahead at {line}" for line in readers]
+        others = map(_describe_line, _find_lines_of_others())
+        # Several threads may be at one line.
+        for line in dict.fromkeys(others):
+            lines.append(f"while a thread reads ahead at {line}")
     return ", ".join(lines[:_MOST_LINES])
 
 
 def _find_lines_of_others() -> list[Line]:
     """Returns the innermost line of the user's code in each thread but the main one."""
-    idents: set[int] = _at_once(map(set, iter(sys._current_frames, None)).__next__)
+    read_idents = map(set, iter(sys._current_frames, None)).__next__
+    idents: set[int] = _at_once(read_idents)
+    idents.discard(threading.main_thread().ident or 0)
     lines: list[Line] = []
-    for ident in idents - {threading.main_thread().ident}:
+    for ident in idents:
         line = _find_users(read_stack(ident))
         if line is not None:
             lines.append(line)
@@ -129,10 +135,14 @@ def _at_once(read: Callable[[], Any]) -> Any:
 
 def _find_users(stack: list[Line]) -> Line | None:
     """Returns the innermost line that is not in a library."""
-    return next((line for line in stack if not is_library_file(line.file)), None)
+    for line in stack:
+        if not is_library_file(line.file):
+            return line
+    return None
 
 
 def _describe_line(line: Line) -> str:
+    """Returns the place of a line, and its text if the file can be read."""
     text = linecache.getline(line.file, line.number).strip()
     place = f"{line.file}:{line.number} in {line.function}"
     return f"{place}: {text}" if text else place

@@ -105,7 +105,8 @@ class Tree:
     def close(self) -> None:
         """Ends the connections, without a further call of `note`."""
         self.note = lambda *_: None
-        for connection in (self._server, *self.links.values()):
+        connections = (self._server, *self.links.values())
+        for connection in connections:
             if connection is not None:
                 connection.close()
 
@@ -134,6 +135,7 @@ class Tree:
             self.pass_on()
 
     def _send_down(self, spans: list[Span], line: bytes) -> None:
+        """Ends the round here and in all processes below; `line` has its entries."""
         # ORDER: the next round begins here before it begins in a child.
         self._entries = []
         self._num_entries = 0
@@ -141,9 +143,11 @@ class Tree:
         self.answers.put(spans)
 
     def _write(self, indices: Iterable[int | None], line: bytes) -> None:
+        """Sends a line to the neighbors among these that are connected."""
+        message = line + b"\n"
         for index in indices:
             if index in self.links:
-                self.links[index].write(line + b"\n")
+                self.links[index].write(message)
 
 
 class _Connection(asyncio.Protocol):
@@ -172,6 +176,7 @@ class _Connection(asyncio.Protocol):
         if self._index is None:
             self._accept_child()
         if self._index is not None and b"\n" in self._data:
+            # The rest after the last line is the begin of the next message.
             *lines, self._data = self._data.split(b"\n")
             for line in lines:
                 self._tree.take(self._index, line)
@@ -191,9 +196,11 @@ class _Connection(asyncio.Protocol):
         received = self._data[_INDEX_DIGITS:size]
         index = int(number) if number.isdigit() else -1
         is_missed = index in self._tree.children and index not in self._tree.links
-        if not hmac.compare_digest(received, token) or not is_missed:
+        has_token = hmac.compare_digest(received, token)
+        if not has_token or not is_missed:
             self._close_if_unknown()
             return
+
         self._index = index
         self._data = self._data[size:]
         self._tree.links[index] = self._transport
@@ -209,12 +216,15 @@ def find_neighbors(index: int, count: int) -> tuple[int | None, range, list[int]
     # neighbors become one short `Span`.
     parent = None
     members = range(count)
+    # From process 0 down to the process: a branch, and the parts below its first one.
     while True:
-        num_below = len(members) - 1
-        size = -(-num_below // _ARITY) or 1
-        parts = [members[i : i + size] for i in range(1, len(members), size)]
+        num_members = len(members)
+        num_below = num_members - 1
+        size = -(-num_below // _ARITY) or 1  # of a part, rounded up
+        parts = [members[i : i + size] for i in range(1, num_members, size)]
         if members.start == index:
-            return parent, members, [part.start for part in parts]
+            children = [part.start for part in parts]
+            return parent, members, children
         parent = members.start
         members = next(part for part in parts if index in part)
 
@@ -223,9 +233,13 @@ def _join_spans(spans: list[Span]) -> list[Span]:
     """Joins neighboring spans with equal entries."""
     joined: list[Span] = []
     for start, stop, entry in sorted(spans, key=lambda span: span[0]):
-        if joined and joined[-1][1:] == (start, entry):
-            start = joined.pop()[0]
-        joined.append((start, stop, entry))
+        first = start
+        if joined:
+            last_first, last_stop, last_entry = joined[-1]
+            if last_stop == start and last_entry == entry:
+                first = last_first
+                joined.pop()
+        joined.append((first, stop, entry))
     return joined
 
 
@@ -270,25 +284,32 @@ def receive_arrivals(
             for key, _ in selector.select(_NEWS_SECONDS):
                 link: Any = key.fileobj
                 if link is listener:
-                    link = stack.enter_context(listener.accept()[0])
-                    link.setblocking(False)
-                    selector.register(link, selectors.EVENT_READ)
+                    connection, _ = listener.accept()
+                    stack.enter_context(connection)
+                    connection.setblocking(False)
+                    selector.register(connection, selectors.EVENT_READ)
                     continue
+
                 number = _receive_number(link)
                 if number:
                     # A caller from outside the job counts as process 0, which is never
                     # missing.
-                    arrived[link] = int(number) if number.isdigit() else 0
-                    missing.discard(arrived[link])
+                    index = int(number) if number.isdigit() else 0
+                    arrived[link] = index
+                    missing.discard(index)
                 else:
+                    # A process that has gone away is missing again.
                     selector.unregister(link)
-                    missing |= {arrived.pop(link, 0)} - {0}
+                    index = arrived.pop(link, 0)
+                    missing |= {index} - {0}
+
+            late = sorted(missing)
             is_over = time.monotonic() >= end
-            news = json.dumps([is_over, sorted(missing)]).encode() + b"\n"
+            news = json.dumps([is_over, late]).encode() + b"\n"
             for link in arrived:
                 with contextlib.suppress(OSError):
                     link.send(news)
-            note(sorted(missing))
+            note(late)
     return sorted(missing)
 
 
