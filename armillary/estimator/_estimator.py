@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,56 +18,20 @@ from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._folder import as_absolute, find_checkpoints
 from armillary.cluster._join import get_peers
 from armillary.controller._controller import Controller
-from armillary.data._layout import InputContext
-from armillary.distribute.replica._context import get_strategy
 from armillary.errors import CapturedStateError, EstimatorError, NonFiniteError
-from armillary.estimator._hooks import (
-    HookAction,
-    ListenedManager,
-    PeriodicCall,
-    as_hooks,
-)
-from armillary.estimator._model_fn import (
-    EstimatorSpec,
-    ModeKeys,
-    Model,
-    check_model_fn,
-)
+from armillary.estimator._controllers import Calls, ControllerMaker
+from armillary.estimator._hooks import ListenedManager, as_hooks
+from armillary.estimator._model_fn import ModeKeys, Model, check_model_fn
 from armillary.estimator._run_config import (
     Listener,
     RunConfig,
     check_call,
     choose_directory,
 )
-from armillary.estimator._runners import (
-    EstimatorEvaluator,
-    EstimatorTrainer,
-    InputPosition,
-    distribute,
-    make_input,
-    predict,
-)
-from armillary.parameter_server._strategy import ParameterServerStrategy
+from armillary.estimator._runners import predict
 from armillary.typing import Action, Output, PyTree
 
 StrPath = str | os.PathLike[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """The functions that one call of an estimator runs."""
-
-    train_input_fn: Callable[..., Any] | None = None
-    train_hooks: tuple[Action, ...] = ()
-    saving_listeners: tuple[Listener, ...] = ()
-    # True if training continues in the data at the checkpoint's position.
-    resumes: bool = False
-    # Called when `save_checkpoints_secs` have passed; if `None`, a checkpoint is saved.
-    when_save_is_due: Callable[[], Any] | None = None
-    eval_input_fn: Callable[..., Any] | None = None
-    eval_name: str | None = None
-    eval_hooks: tuple[Action, ...] = ()
-    after_evaluation: tuple[Action, ...] = ()
 
 
 class Estimator:
@@ -261,7 +224,7 @@ class Estimator:
         """
         _check_keys(predict_keys)
         check_one_of("yield_single_examples", yield_single_examples, (True, False))
-        make_data = self._bind(input_fn, ModeKeys.PREDICT)
+        make_data = self._maker.bind(input_fn, ModeKeys.PREDICT)
         if not get_peers().is_alone:
             raise EstimatorError(
                 "`predict` was called where several processes train together, but it "
@@ -363,7 +326,7 @@ class Estimator:
 
     def _find_checkpoint(self) -> str | None:
         """Returns the path of the checkpoint whose modules are to be read."""
-        return self._path or self.latest_checkpoint() or self._find_warm_start()
+        return self._path or self.latest_checkpoint() or self._maker.find_warm_start()
 
     def eval_dir(self, name: str | None = None) -> str:
         """Returns the directory for summaries of evaluations with a name.
@@ -375,84 +338,23 @@ class Estimator:
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     @contextlib.contextmanager
-    def _make_controller(self, calls: "Calls") -> Iterator[Controller]:
+    def _make_controller(self, calls: Calls) -> Iterator[Controller]:
         """Makes the controller, and restores the latest checkpoint."""
         eval_summary_dir = self.eval_dir(calls.eval_name)
-        config = self.config
-        position = InputPosition()
-        train_hooks = calls.train_hooks
-        eval_hooks = calls.eval_hooks
-        trainer = None
-        evaluator = None
-
-        if calls.train_input_fn is not None:
-            trainer, position = self._make_trainer(calls)
-            spec = self._model.train_spec
-            assert spec is not None  # The trainer has built the model.
-            train_hooks += as_hooks("training_hooks", spec.training_hooks)
-            chief_hooks = as_hooks("training_chief_hooks", spec.training_chief_hooks)
-            train_hooks += chief_hooks if config.is_chief else ()
-        if calls.eval_input_fn is not None:
-            evaluator, spec = self._make_evaluator(calls.eval_input_fn)
-            eval_hooks += as_hooks("evaluation_hooks", spec.evaluation_hooks)
-
-        optimizer = self._model.optimizer
-        assert optimizer is not None  # The trainer or the evaluator has built it.
-        hooks = HookAction(train_hooks)
-        eval_actions = HookAction(eval_hooks)
-        checkpoint = Checkpoint(
-            model=self._model.modules,
-            optimizer=optimizer,
-            input=position,
-            hooks=hooks,
-            eval_hooks=eval_actions,
-        )
-        manager = self._make_manager(calls, checkpoint)
-
-        # A loop without actions need not wait for the output of the loop before.
-        train_actions: list[Action] = [hooks] if train_hooks else []
-        seconds = config.save_checkpoints_secs
-        manager_of_training = manager if trainer is not None else None
-        if manager_of_training is not None and seconds is not None:
-            when_due = calls.when_save_is_due or manager_of_training.save
-            train_actions.append(PeriodicCall(seconds, when_due))
-
-        summary_interval = config.save_summary_steps if trainer else None
-        controller = Controller(
-            trainer=trainer,
-            evaluator=evaluator,
-            global_step=optimizer.step,
-            train_actions=train_actions,
-            eval_actions=[eval_actions, *calls.after_evaluation],
-            steps_per_loop=config.steps_per_loop if trainer else None,
-            summary_interval=summary_interval,
-            summary_dir=None if summary_interval is None else self.model_dir,
-            eval_summary_dir=eval_summary_dir,
-            checkpoint_manager=manager,
-        )
+        controller, manager = self._maker.make(calls, eval_summary_dir)
         with self._running(controller, manager):
             yield controller
 
-    def _make_manager(
-        self, calls: "Calls", checkpoint: Checkpoint
-    ) -> ListenedManager | None:
-        """Returns the manager of the model's directory.
-
-        If the user named a checkpoint, it is read instead, and there is no manager.
-        """
-        if self._path is not None:
-            checkpoint.read(self._path, only=("model", "optimizer/step"))
-            return None
-        config = self.config
-        return ListenedManager(
-            checkpoint,
-            self.model_dir,
-            calls.saving_listeners,
-            max_to_keep=config.keep_checkpoint_max or None,
-            keep_checkpoint_every_n_hours=config.keep_checkpoint_every_n_hours,
-            checkpoint_interval=config.save_checkpoints_steps,
-            init_fn=self._make_init_fn(checkpoint),
-            may_differ="input",
+    @property
+    def _maker(self) -> ControllerMaker:
+        """The maker of controllers for the present model and settings."""
+        return ControllerMaker(
+            model=self._model,
+            config=self.config,
+            params=self.params,
+            model_dir=self.model_dir,
+            path=self._path,
+            warm_start_from=self._warm_start_from,
         )
 
     @contextlib.contextmanager
@@ -488,69 +390,6 @@ class Estimator:
                 error.add_note(self._label_rule)
             raise
 
-    def _make_trainer(self, calls: "Calls") -> tuple[EstimatorTrainer, InputPosition]:
-        """Builds the model for training; returns its trainer and the data position."""
-        config = self.config
-        if not config.plan.is_training:
-            raise EstimatorError(
-                f"`train` was called in the task {config.task_type} {config.task_id}, "
-                "which does not train. Call `armillary.estimator.train_and_evaluate` "
-                "in all processes."
-            )
-        assert calls.train_input_fn is not None
-        strategy = config.train_distribute or get_strategy()
-        make_data = self._bind(calls.train_input_fn, ModeKeys.TRAIN)
-        dataset, specs = distribute(make_data, strategy, is_training=True)
-        self._model.build_training(*specs)
-
-        # Workers of parameter servers take batches when they are free, in any order.
-        has_position = not isinstance(strategy, ParameterServerStrategy)
-        position = InputPosition(
-            dataset if has_position else None, resumes=calls.resumes
-        )
-        return EstimatorTrainer(dataset, strategy, self._model), position
-
-    def _make_evaluator(
-        self, input_fn: Callable[..., Any]
-    ) -> tuple[EstimatorEvaluator, EstimatorSpec]:
-        """Builds the model for evaluation; returns its evaluator and the spec."""
-        strategy = self.config.eval_distribute
-        joint = self.config.train_distribute
-        if strategy is None and joint is not None:
-            # Processes that train together also evaluate together.
-            strategy = None if joint.layout.peers.is_alone else joint
-        strategy = strategy or get_strategy()
-        make_data = self._bind(input_fn, ModeKeys.EVAL)
-        dataset, specs = distribute(make_data, strategy, is_training=False)
-
-        # The checkpoint also holds the optimizer, so the model is built for training.
-        self._model.build_training(*specs)
-        spec = self._model.build(*specs, ModeKeys.EVAL)
-        evaluator = EstimatorEvaluator(
-            dataset, strategy, self._model, spec.eval_metric_ops
-        )
-        return evaluator, spec
-
-    def _find_warm_start(self) -> str | None:
-        """Returns the path of the checkpoint to begin with, if there is one."""
-        if self._warm_start_from is None:
-            return None
-        folder = as_absolute("warm_start_from", self._warm_start_from)
-        saved = find_checkpoints(folder)
-        return str(saved[-1].path if saved else folder)
-
-    def _make_init_fn(self, checkpoint: Checkpoint) -> Callable[[], Any] | None:
-        """Returns a function that reads the checkpoint of a warm start, if any."""
-        path = self._find_warm_start()
-        if path is None:
-            return None
-
-        def read() -> None:
-            checkpoint.read(path, only="model")
-            logger.info("warm start from %s.", path)
-
-        return read
-
     def _describe(self, output: Output) -> dict[str, Any]:
         """Returns the output of an evaluation as numbers, with the `global_step`."""
         numbers: dict[str, Any] = {}
@@ -558,13 +397,6 @@ class Estimator:
             array = np.asarray(value)
             numbers[name] = array if array.ndim else array.item()
         return {**numbers, "global_step": self.global_step}
-
-    def _bind(
-        self, input_fn: Callable[..., Any], mode: ModeKeys
-    ) -> Callable[[InputContext], Any]:
-        check_call(input_fn)
-        values = {"mode": mode, "params": self.params, "config": self.config}
-        return functools.partial(make_input, input_fn, values)
 
     def _at(self, checkpoint_path: StrPath | None) -> "Estimator":
         """Returns this estimator, or a copy of it that reads another checkpoint."""

@@ -6,7 +6,8 @@ from typing import Any
 from armillary._checks import check_instance
 from armillary._traceback import hides_frames
 from armillary.controller._controller import Controller
-from armillary.estimator._estimator import Calls, Estimator
+from armillary.estimator._controllers import Calls
+from armillary.estimator._estimator import Estimator
 from armillary.estimator._hooks import Exports, as_hooks
 from armillary.estimator._run_config import EvalSpec, TrainSpec
 from armillary.typing import Output
