@@ -93,7 +93,9 @@ class ValueMethods(Placed):
                 )
             if axis is None:
                 return _REDUCE[op](leaf.active, 0)
-            return _REDUCE[op](leaf.active, (0, axis if axis < 0 else 1 + axis))
+            # The replicas are the first axis, before the axes of each value.
+            place = axis if axis < 0 else 1 + axis
+            return _REDUCE[op](leaf.active, (0, place))
 
         return self._combine(reduce_leaf, value)
 
@@ -125,7 +127,8 @@ class ValueMethods(Placed):
                 return leaf
             whole = concatenate(leaf, axis)
             is_part = leaf.num_active < leaf.stacked.shape[0]
-            if self.mesh is None or not (is_part and isinstance(whole, Tracer)):
+            is_traced_part = is_part and isinstance(whole, Tracer)
+            if self.mesh is None or not is_traced_part:
                 return whole
             # XLA may divide a few rows in a way that no sharding of JAX 0.9 describes.
             return jax.lax.with_sharding_constraint(whole, everywhere(self.mesh))
@@ -145,15 +148,25 @@ class ValueMethods(Placed):
             One pytree for each replica of this process that holds data.
         """
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-        rows = [self._local_parts(x) if is_per_replica(x) else None for x in leaves]
-        num_values = min((len(row) for row in rows if row is not None), default=1)
-        pairs = list(zip(leaves, rows, strict=True))
-        return tuple(
-            treedef.unflatten(leaf if row is None else row[i] for leaf, row in pairs)
-            for i in range(num_values)
-        )
+        # The parts of each leaf by number; `None` for a leaf that is in every entry.
+        parts_of: list[list[Any] | None] = []
+        counts: list[int] = []
+        for leaf in leaves:
+            parts = self._local_parts(leaf) if is_per_replica(leaf) else None
+            parts_of.append(parts)
+            if parts is not None:
+                counts.append(len(parts))
+
+        results: list[PyTree] = []
+        for number in range(min(counts, default=1)):
+            own: list[Any] = []
+            for leaf, parts in zip(leaves, parts_of, strict=True):
+                own.append(leaf if parts is None else parts[number])
+            results.append(treedef.unflatten(own))
+        return tuple(results)
 
     def _local_parts(self, value: PerReplica) -> list[Any]:
+        """Returns the parts of a value that are in this process."""
         parts = value.parts()
         layout = self.layout
         if layout.peers.is_alone:

@@ -103,6 +103,7 @@ class Group:
                 if alone and code is not ExitCode.OK:
                     self._write(f"no restart{alone}: the workers go on.")
                 return code
+
             seconds = self.restarts.pause_seconds
             reason = f": {why}" if why else ""
             self._write(f"{what}{alone} in {seconds:g} s{reason}.")
@@ -318,12 +319,16 @@ class Group:
             order += ended
             if self._state.stop is not None or not pending:
                 continue
+
             self._give_up_join()
-            failed = [i for i in ended if self.children[i].ended.result().returncode]
+            failed = [i for i in ended if self._has_failed(i)]
             if failed and not has_failed:
                 has_failed = True
                 await self._limit_others(failed[0], len(pending))
         return order
+
+    def _has_failed(self, index: int) -> bool:
+        return self.children[index].ended.result().returncode != 0
 
     def _is_reaction(self, index: int) -> bool:
         return self.children[index].ended.result().is_reaction

@@ -234,10 +234,13 @@ class ClusterCoordinator:
         if inner is not None:
             owner = getattr(fn, "__self__", None)
             fn = inner if owner is None else types.MethodType(inner, owner)
+
         # The values that a function reads may depend on the shapes of its arguments.
         kinds = tuple(map(_kind_of_argument, leaves))
-        held = tuple((name, identity_of(value)) for name, value in captured(fn))
-        key = code_of(fn), held, tree, kinds
+        held: list[tuple[str, Any]] = []
+        for name, value in captured(fn):
+            held.append((name, identity_of(value)))
+        key = code_of(fn), tuple(held), tree, kinds
         task = self._tasks.get(key)
         if task is None or not task.is_current():
             # While a function is pickled, its variables hold stand-ins, which the

@@ -107,10 +107,9 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
         recorded = _recording[-1]
         call = len(recorded)
         recorded.append((spec, leaves))
-        marked = [
-            server_update_p.bind(leaf, call=call, leaf=i)
-            for i, leaf in enumerate(leaves)
-        ]
+        marked: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            marked.append(server_update_p.bind(leaf, call=call, leaf=number))
         return tree.unflatten(marked), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -179,11 +178,11 @@ class SplitUpdate:
         self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
         program = jax.make_jaxpr(self._update)(*self._leaves)
         # The variables from which each result of one step is computed.
-        needs = [
-            {self._slots[i] for i in dependencies}
-            for dependencies in find_dependencies(program)
-        ]
-        of_state = dict(zip(state, needs[len(params) :], strict=True))
+        needs: list[set[int]] = []
+        for dependencies in find_dependencies(program):
+            needs.append({self._slots[number] for number in dependencies})
+        needs_of_state = needs[len(params) :]
+        of_state = dict(zip(state, needs_of_state, strict=True))
         # The arrays from which each array is computed, in any number of steps.
         for between, found in of_state.items():
             for needed in of_state.values():
@@ -211,6 +210,7 @@ class SplitUpdate:
 
     def is_rowwise(self, slot: int) -> bool:
         """Returns whether a variable's update is the same when mapped over its rows."""
+        # The variable, and the state that it owns.
         own = {slot}
         own.update(other for other, owner in self.owners.items() if owner == slot)
         shapes = {self._types[index].shape for index in own}
@@ -218,9 +218,11 @@ class SplitUpdate:
             return False
 
         def update(*leaves: Any) -> list[Any]:
-            results = zip(self._results, self._update(*leaves), strict=True)
-            return [result for index, result in results if index in own]
+            results = self._update(*leaves)
+            pairs = zip(self._results, results, strict=True)
+            return [result for index, result in pairs if index in own]
 
+        # If both programs have the same operations, none of them mixes rows.
         axes = [0 if index in own else None for index in self._slots]
         whole = jax.make_jaxpr(update)(*self._leaves)
         try:
@@ -238,15 +240,13 @@ def _operations(program: core.ClosedJaxpr) -> list[Any]:
             continue
         # The operations inside are walked, too, so their text would count twice.
         has_programs = any(programs_in(equation))
-        literals = [atom for atom in equation.invars if isinstance(atom, core.Literal)]
-        operations.append(
-            (
-                equation.primitive.name,
-                "" if has_programs else str(equation.params),
-                list(map(str, literals)),
-                [variable.aval.shape for variable in equation.outvars],
-            )
-        )
+        params = "" if has_programs else str(equation.params)
+        literals: list[str] = []
+        for atom in equation.invars:
+            if isinstance(atom, core.Literal):
+                literals.append(str(atom))
+        shapes = [variable.aval.shape for variable in equation.outvars]
+        operations.append((equation.primitive.name, params, literals, shapes))
     return operations
 
 
@@ -267,6 +267,7 @@ class LocalUpdate(NamedTuple):
         state = self.spec.state_slots
 
         def pick(held: dict[PartKey, Any], slot: int, number: int) -> Any:
+            """Returns a part of a variable; zeros if it is on another server."""
             is_shared = self.owners.get(slot, slot) is None
             part = (slot, 0 if is_shared else number)
             return held[part] if part in held else self.types[slot].zeros()
@@ -276,7 +277,8 @@ class LocalUpdate(NamedTuple):
         ) -> dict[PartKey, Any]:
             new: dict[PartKey, Any] = {}
             # All parts of one number are updated together. Whole variables are part 0.
-            for number in sorted({number for _, number in gradients}):
+            numbers = {number for _, number in gradients}
+            for number in sorted(numbers):
                 leaves = [pick(gradients, slot, number) for slot in params]
                 leaves += [pick(values, slot, number) for slot in (*state, *params)]
                 results = update(*leaves)

@@ -177,11 +177,13 @@ class StepPrograms(Programs[Program]):
         returned: list[Any] = []
 
         def fn(*arguments: Any) -> PyTree:
+            """Calls the step with iterators over the batches that it may take."""
             iterators: list[StepIterator] = []
-            triples = zip(self._gathers, arguments, active, strict=True)
-            for index, (gather, offered, count) in enumerate(triples):
-                batches = map(gather.layout.wrap, offered, [count] * len(offered))
-                iterators.append(StepIterator(index, batches))
+            datasets = zip(self._gathers, arguments, active, strict=True)
+            for index, (gather, offered, replicas) in enumerate(datasets):
+                actives = [replicas] * len(offered)
+                wrapped = map(gather.layout.wrap, offered, actives)
+                iterators.append(StepIterator(index, wrapped))
             result = method(self._structure.unflatten(iterators))
             returned[:] = jax.tree.leaves(result)
             taken[:] = [iterator.num_taken for iterator in iterators]

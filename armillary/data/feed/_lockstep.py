@@ -194,10 +194,11 @@ def _check_same_batches(
     first, *others = processes
     for other in others:
         if offers[other] != offers[first]:
-            shown = list_lines(
-                f"process {index}: {len(offers[index])} batches, {_mark(offers[index])}"
-                for index in (first, other)
-            )
+            lines: list[str] = []
+            for index in (first, other):
+                own = offers[index]
+                lines.append(f"process {index}: {len(own)} batches, {_mark(own)}")
+            shown = list_lines(lines)
             raise PeerError(
                 f"Processes {first} and {other} are one input pipeline, because their "
                 "devices hold the same examples, but they have different batches:\n"

@@ -228,8 +228,9 @@ def _take_values(
     count = math.prod(feature.shape)
     if kind == 1 and dtype.kind == "O":
         fits = np.full(len(begin), count == 1)
-        spans = zip(begin[fits].tolist(), end[fits].tolist(), strict=True)
-        texts = [data[begin:end] for begin, end in spans]
+        begins = begin[fits].tolist()
+        ends = end[fits].tolist()
+        texts = [data[start:stop] for start, stop in zip(begins, ends, strict=True)]
         return fits, np.fromiter(texts, object, len(texts))
 
     # A varint of one byte is its value.

@@ -141,21 +141,27 @@ class TFRecordDataset(IndexedDataset):
     def _read(self, rows: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
         """Returns bytes that hold these records, and the begin and end of each."""
         order = np.argsort(rows)
-        files = np.searchsorted(self._starts, rows[order], "right") - 1
-        offsets, sizes = self._places[rows[order]].T
-        stops = offsets + sizes + _FOOTER.size
+        in_order = rows[order]
+        files = np.searchsorted(self._starts, in_order, "right") - 1
+        offsets, sizes = self._places[in_order].T
+        first, lengths = _join_reads(files, offsets, sizes)
+        data = self._read_spans(files[first], offsets[first], lengths)
 
-        # Records that are near each other share a read. `first` and `last` are the
-        # records with which a read begins and ends.
-        gaps = offsets[1:] - stops[:-1]
-        is_same_file = files[1:] == files[:-1]
-        is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & is_same_file
-        begins_read = ~np.append(False, is_near)
-        first = np.flatnonzero(begins_read)
-        last = np.append(first[1:], len(rows)) - 1
-        lengths = stops[last] - offsets[first]
+        # The places of the records in `data`, in the order of `rows`.
+        begins, ends = np.empty((2, len(rows)), np.int64)
+        starts = np.cumsum(lengths) - lengths  # of the reads in `data`
+        moved = starts - offsets[first]
+        records_per_read = np.diff(first, append=len(rows))
+        begins[order] = offsets + np.repeat(moved, records_per_read)
+        ends[order] = begins[order] + sizes
+        self._check(rows, data, begins, ends)
+        return data, begins, ends
 
-        reads = np.stack([files[first], lengths, offsets[first]], 1).tolist()
+    def _read_spans(
+        self, files: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+    ) -> bytes:
+        """Returns the bytes of several reads, sorted by file, one after the other."""
+        reads = np.stack([files, lengths, offsets], 1).tolist()
         pieces: list[bytes] = []
         for file, own in itertools.groupby(reads, lambda read: read[0]):
             # Opened for each read, because there may be many files and threads.
@@ -165,30 +171,51 @@ class TFRecordDataset(IndexedDataset):
                     # If the file was truncated in the meantime, zeros fill the part.
                     pieces.append(part.ljust(length, b"\0"))
         # With 8 more bytes, so that a word can be read at every place.
-        data = b"".join([*pieces, bytes(8)])
+        return b"".join([*pieces, bytes(8)])
 
-        # The places of the records in `data`, in the order of `rows`.
-        begins, ends = np.empty((2, len(rows)), np.int64)
-        starts = np.cumsum(lengths) - lengths  # of the reads in `data`
-        moved = starts - offsets[first]
-        records_per_read = np.diff(first, append=len(rows))
-        begins[order] = offsets + np.repeat(moved, records_per_read)
-        ends[order] = begins[order] + sizes
-
+    def _check(
+        self, rows: np.ndarray, data: bytes, begins: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """Raises if the checksum behind a record does not match its data."""
+        # A word of 4 bytes at each byte of the data; nothing is copied.
         words = np.ndarray(len(data) - 3, "<u4", data, strides=(1,))
         checksums = _checksums(_cut(data, begins, ends))
         wrong = np.flatnonzero(words[ends] != checksums)
         if len(wrong):
+            row = rows[wrong[0]]
             raise TFRecordError(
-                f"{self._name(rows[wrong[0]])} is damaged: its data does not match the "
-                "checksum that was written with it. Copy the file again."
+                f"{self._name(row)} is damaged: its data does not match the checksum "
+                "that was written with it. Copy the file again."
             )
-        return data, begins, ends
 
     def _name(self, row: Any) -> str:
         file = int(np.searchsorted(self._starts, row, "right")) - 1
         number = row - self._starts[file]
         return _name(self._paths[file], number, self._places[row, 0])
+
+
+def _join_reads(
+    files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Joins the reads of records that are near each other.
+
+    Args:
+        files: The number of the file of each record, sorted.
+        offsets: The offset of the record in its file, sorted for each file.
+        sizes: The size of the record.
+
+    Returns:
+        The record with which each read begins, and the length of the read in bytes.
+    """
+    stops = offsets + sizes + _FOOTER.size
+    gaps = offsets[1:] - stops[:-1]
+    is_same_file = files[1:] == files[:-1]
+    is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & is_same_file
+    begins_read = ~np.append(False, is_near)
+    first = np.flatnonzero(begins_read)
+    last = np.append(first[1:], len(files)) - 1
+    lengths = stops[last] - offsets[first]
+    return first, lengths
 
 
 def _find_records(path: str) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from armillary._dataflow import Dataflow
+from armillary._dataflow import Dataflow, union
 from armillary._jax_compat import read_real
 from armillary._jaxpr import IDENTITIES, programs_in, walk_equations
 
@@ -45,24 +45,24 @@ def find_counters(
         program: The program of one replica.
         is_split: For each input, whether it is a part of a batch, examples first.
     """
-    pairs = list(zip(program.jaxpr.invars, is_split, strict=True))
     sizes: set[int] = set()
-    for variable, is_own in pairs:
+    inputs: list[frozenset[ShareCounter]] = []
+    for slot, variable in enumerate(program.jaxpr.invars):
         shape = variable.aval.shape
+        is_own = is_split[slot]
         if is_own and shape and shape[0] > 1:
             # The number of examples, of tokens, and so on.
             sizes.update(itertools.accumulate(shape, operator.mul))
-    # Most steps have no such sum, so the analysis need not run.
-    if not any(_grows_by(equation) in sizes for equation in walk_equations(program)):
-        return []
-
-    inputs: list[frozenset[ShareCounter]] = []
-    for slot, (variable, is_own) in enumerate(pairs):
-        is_number = not is_own and not variable.aval.shape
+        is_number = not is_own and not shape
         counter = ShareCounter(slot, size=0, line="")
         inputs.append(frozenset({counter} if is_number else ()))
+
+    # Most steps have no such sum, so the analysis need not run.
+    growths = map(_grows_by, walk_equations(program))
+    if sizes.isdisjoint(growths):
+        return []
     results = _CounterDataflow().run(program, inputs)
-    found = frozenset().union(*results)
+    found = union(results)
     return sorted(counter for counter in found if counter.size in sizes)
 
 
@@ -72,7 +72,7 @@ class _CounterDataflow(Dataflow[frozenset[ShareCounter]]):
     nothing = frozenset()
 
     def join(self, facts: Iterable[frozenset[ShareCounter]]) -> frozenset[ShareCounter]:
-        return frozenset().union(*facts)
+        return union(facts)
 
     def transfer(
         self, equation: Any, operands: list[frozenset[ShareCounter]]

@@ -146,7 +146,8 @@ class _Tracing(NamedTuple):
     def _functions(self) -> list[tuple[Any, str]]:
         """The step and the methods that it may call, without their object."""
         function = getattr(self.user_fn, "__func__", self.user_fn)
-        return [(function, ""), *((method, "") for method in methods_of(self.user_fn))]
+        methods = [(method, "") for method in methods_of(self.user_fn)]
+        return [(function, ""), *methods]
 
     def _trace(self, before: Walk) -> tuple[TracedStep, dict[str, str]]:
         """Traces the step; returns it, and the plain values that it changed."""
@@ -170,15 +171,25 @@ class _Tracing(NamedTuple):
                 new = state.find_new_places(walk)
                 after = state.collect(slots, self.name, new)
 
-            is_changed = [new is not old for old, new in zip(slots, after, strict=True)]
-            changed = list(itertools.compress(range(len(slots)), is_changed))
+            changed = []
+            new_arrays: list[Any] = []
+            for i, (old, now) in enumerate(zip(slots, after, strict=True)):
+                if now is not old:
+                    changed.append(i)
+                    new_arrays.append(now)
             # Here, because a walk that outlives the trace would hold its tracers.
             changes = state.changes_between(before, walk)
-            arrays = [value for value in values if isinstance(value, jax.Array)]
-            static = tuple(
-                ARRAY if isinstance(value, jax.Array) else value for value in values
-            )
-            return [after[i] for i in changed], arrays
+
+            # Arrays are results of the program. Other values stay in Python.
+            arrays: list[jax.Array] = []
+            fixed: list[Any] = []
+            for value in values:
+                is_array = isinstance(value, jax.Array)
+                fixed.append(ARRAY if is_array else value)
+                if is_array:
+                    arrays.append(value)
+            static = tuple(fixed)
+            return new_arrays, arrays
 
         keys = {slot.key for slot in state.slots}
         explain_write = functools.partial(guarded_write_error, self.user_fn, self.owner)
@@ -205,8 +216,11 @@ class _Tracing(NamedTuple):
         left = take_tracers(self._functions)
         if not left:
             return
-        paths = sorted({slot.path.rpartition("/")[0] or slot.path for slot in left})
-        shown = ", ".join(f"`{path}`" for path in paths)
+        paths: set[str] = set()
+        for slot in left:
+            parent, _, _ = slot.path.rpartition("/")
+            paths.add(parent or slot.path)
+        shown = ", ".join(f"`{path}`" for path in sorted(paths))
         raise CapturedStateError(
             f"`{self.name}` put an array into {shown}, which {self.owner} does not "
             "carry from step to step, so it would hold one value of the trace. Hold "
@@ -236,11 +250,11 @@ def _without_unchanged(
     if all(is_written):
         return program, changed
 
+    # The new values of slots come first, and then the results of the step.
     outvars = program.jaxpr.outvars
+    new_values = list(itertools.compress(outvars, is_written))
     results = outvars[len(changed) :]
-    jaxpr = program.jaxpr.replace(
-        outvars=[*itertools.compress(outvars, is_written), *results]
-    )
+    jaxpr = program.jaxpr.replace(outvars=[*new_values, *results])
     written = list(itertools.compress(changed, is_written))
     return core.ClosedJaxpr(jaxpr, program.consts), written
 
@@ -298,7 +312,8 @@ def _find_generators(*walks: Walk) -> dict[str, Callable[[], Any]]:
         "np.random": _read_numpy_state,
         "random": random.getstate,
     }
-    for node in itertools.chain(*(walk.nodes.values() for walk in walks)):
+    nodes = itertools.chain(*(walk.nodes.values() for walk in walks))
+    for node in nodes:
         for part in node.parts:
             for name, value in part.pairs:
                 if issubclass(type(value), _GENERATORS):

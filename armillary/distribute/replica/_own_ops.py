@@ -58,8 +58,12 @@ def reduce_by(
         [changes] = tangents
         if asked is not ReduceOp.SUM:
             by_order = jax.lax.pmax if asked is ReduceOp.MAX else jax.lax.pmin
+
+            def reduce_extreme(values: Any) -> Any:
+                return by_order(values, axis_name)
+
             # JAX raises an error here, because these have no derivative.
-            return jax.jvp(lambda parts: by_order(parts, axis_name), primals, tangents)
+            return jax.jvp(reduce_extreme, primals, tangents)
 
         # A sum is linear. Its derivative uses XLA's own sum, which JAX can transpose.
         # The user's operations may have no transpose.

@@ -182,10 +182,10 @@ class ShardedStrategy(JoinedStrategy):
         check_annotations(state)
         specs = self._specs_of(state)
         held = state.read()
-        of_optimizer = state.of_optimizer
         parameters: list[PartitionSpec | None] = []
-        for leaf, spec, is_not in zip(held, specs, of_optimizer, strict=True):
-            is_parameter = not is_not and _may_be_constrained(leaf)
+        rows = zip(held, specs, state.of_optimizer, strict=True)
+        for leaf, spec, is_of_optimizer in rows:
+            is_parameter = not is_of_optimizer and _may_be_constrained(leaf)
             parameters.append(spec if is_parameter else None)
 
         def collect(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -195,6 +195,8 @@ class ShardedStrategy(JoinedStrategy):
 
         with partitioned(self._placement.split):
             result = run_alone(self, fn, args, kwargs, state, edit=collect)
+
+        # XLA must divide the new values like the old ones, which they replace.
         for slot, start, _ in state.ranges:
             # A different structure is reported when the whole step has ended.
             with contextlib.suppress(StateStructureError):
@@ -221,11 +223,13 @@ class ShardedStrategy(JoinedStrategy):
         return jax.lax.with_sharding_constraint(as_array(leaf), sharding)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{k}={v}" for k, v in self.placement.mesh.shape.items())
+        shape = self.placement.mesh.shape
+        sizes = ", ".join(f"{name}={size}" for name, size in shape.items())
         where = "" if self._peers.is_alone else f", {self._peers.count} processes"
         return f"ShardedStrategy({sizes}, {self.platform}, 1 replica{where})"
 
 
 def _may_be_constrained(leaf: Any) -> bool:
+    """Returns whether an array may be divided: no scalar, and no random keys."""
     array = as_array(leaf)
     return array.ndim > 0 and not is_key(array)
