@@ -72,18 +72,20 @@ def described(
     setup = trainer._get_train()
     with trainer._in_strategy() as strategy, _with_options(setup, options or {}):
         method = trainer._get_method(setup, strategy, "train_step")
-        leaves, structure = flatten_datasets(setup.datasets)
-        datasets = [distribute(data, strategy) for data in leaves]
-        num_shares = strategy.layout.num_shares
-        shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
         method_options = method.options
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
+        size = method_options.steps_per_chunk or choose_chunk_size(num_steps)
+
+        leaves, structure = flatten_datasets(setup.datasets)
+        datasets = [distribute(data, strategy) for data in leaves]
+        # A share has the size that it has on the devices that are present.
+        num_shares = strategy.layout.num_shares
+        shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
-            gathers = [
-                replace(dataset.input.gather, layout=layout) for dataset in datasets
-            ]
-            size = method_options.steps_per_chunk or choose_chunk_size(num_steps)
+            gathers: list[Gather] = []
+            for dataset in datasets:
+                gathers.append(replace(dataset.input.gather, layout=layout))
 
             def trace() -> tuple[FlatState, Chunk, Program]:
                 programs = StepPrograms(method, gathers, structure)
@@ -151,8 +153,10 @@ def _describe_chunk(
     most_steps: int,
     mesh: AbstractMesh,
 ) -> Chunk:
+    """Returns a full chunk, with types of arrays in place of arrays."""
     types = [layout.placed_types(share) for share in shares]
-    active = (first_replicas(layout.num_replicas),) * len(types)
+    num_datasets = len(types)
+    active = (first_replicas(layout.num_replicas),) * num_datasets
     per_step = programs.count_batches(types, active)
     builder = ChunkBuilder(
         per_step,
@@ -166,11 +170,11 @@ def _describe_chunk(
         batch, held = gather.sent_types(share)
         sent.append(batch)
         resident.append(everywhere_on_mesh.placed_types(held))
-    capacity = builder.count_steps([layout.placed_types(one) for one in sent])
-    arrays = [
-        layout.placed_types(one, (capacity * taken,))
-        for one, taken in zip(sent, per_step, strict=True)
-    ]
+    capacity = builder.count_steps([layout.placed_types(batch) for batch in sent])
+    arrays: list[PyTree] = []
+    for batch, num_batches in zip(sent, per_step, strict=True):
+        stack_size = capacity * num_batches
+        arrays.append(layout.placed_types(batch, (stack_size,)))
     return Chunk(
         arrays=arrays,
         resident=resident,
@@ -179,14 +183,16 @@ def _describe_chunk(
         capacity=capacity,
         signature=None,
         active=active,
-        num_replicas=(layout.num_replicas,) * len(types),
+        num_replicas=(layout.num_replicas,) * num_datasets,
     )
 
 
 def _count_held(types: PyTree) -> int:
     """Returns the bytes that each device holds of arrays with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(types)
-        if leaf.sharding.memory_kind != PINNED_HOST
-    )
+    num_bytes = 0
+    for leaf in jax.tree.leaves(types):
+        is_on_device = leaf.sharding.memory_kind != PINNED_HOST
+        if is_on_device:
+            shape = leaf.sharding.shard_shape(leaf.shape)
+            num_bytes += math.prod(shape) * leaf.dtype.itemsize
+    return num_bytes

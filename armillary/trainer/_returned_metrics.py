@@ -227,7 +227,7 @@ def read_totals(spec: Spec | None, output: Any) -> Output:
     from armillary.metrics._counts import join_parts
     from armillary.metrics._parts import NUM_PER_PLAIN, join_metric, join_plain
 
-    # The integers of plain metrics come first, and then those of each object.
+    # The integers of plain metrics come first, and then the integers of each object.
     integers = join_parts(np.asarray(output.parts))
     start = spec.num_plain * NUM_PER_PLAIN
     means = iter(join_plain(integers[:start], spec.num_plain))

@@ -183,6 +183,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self._metrics = make_metrics(
             metrics, is_read=is_overridden, is_checked=is_checked
         )
+        # ORDER: the kinds come from the user's own state, because a copy of its arrays
+        # no longer shows the variables that hold them.
         self._kinds = StateKinds(kinds, state, step)
         self.state = own_state(state)
         self._weak = find_weak(self.state)

@@ -74,16 +74,23 @@ def _find_differing(peers: Peers, topic: str, own: dict[str, str]) -> dict[str, 
         topic: The topic, which must be the same in all processes.
         own: The values of this process, by name.
     """
-    everyone = [json.loads(text) for text in peers.gather(topic, json.dumps(own))]
-    names = dict.fromkeys(name for peer in everyone for name in peer)
+    texts = peers.gather(topic, json.dumps(own))
+    everyone = [json.loads(text) for text in texts]
+    # A process may have values that another one lacks.
+    names: dict[str, None] = {}
+    for peer in everyone:
+        names.update(dict.fromkeys(peer))
+
     differing: dict[str, str] = {}
     for name in names:
         found = [peer.get(name) for peer in everyone]
-        if len(set(found)) > 1:
-            differing[name] = ", ".join(
-                f"process {index} has {'no such array' if text is None else text}"
-                for index, text in enumerate(found)
-            )
+        if len(set(found)) == 1:
+            continue
+        shown: list[str] = []
+        for index, text in enumerate(found):
+            held = "no such array" if text is None else text
+            shown.append(f"process {index} has {held}")
+        differing[name] = ", ".join(shown)
     return differing
 
 
@@ -93,10 +100,12 @@ def _as_text(array: Any) -> str:
         array = jax.random.key_data(array)
     if is_divided(array):
         return f"{array.dtype.name} {array.shape}"
+    # `ascontiguousarray` makes an axis for a scalar, so the shape is not taken from it.
     values = np.ascontiguousarray(array)
     data = values.reshape(-1).view(np.uint8).data
     digest = hashlib.blake2b(data, digest_size=6).hexdigest()
-    return f"{values.dtype.name} {tuple(np.shape(array))} #{digest}"
+    shape = tuple(np.shape(array))
+    return f"{values.dtype.name} {shape} #{digest}"
 
 
 def _list(differing: Mapping[str, str]) -> str:
@@ -133,9 +142,8 @@ def check_same_program(
         first = int(next(iter(differing)))
         # Empty, if the program of this process has fewer lines.
         line = "".join(lines[first : first + 1]).strip()
-        shown = _find_differing(
-            peers, f"where {name} differs", {f"line {first + 1}": line}
-        )
+        own_line = {f"line {first + 1}": line}
+        shown = _find_differing(peers, f"where {name} differs", own_line)
         raise PeerError(
             f"`{name}` is traced to different programs in different processes, which "
             "would wait for each other forever:\n"

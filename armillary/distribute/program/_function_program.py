@@ -130,11 +130,16 @@ def trace_function(
     """Traces a function, with its arrays as arguments and all else constant."""
     _check_arguments(function.name, leaves)
     static = _without_arrays(leaves)
-    positions = [i for i, leaf in enumerate(leaves) if is_array_or_number(leaf)]
+    positions: list[int] = []
+    arrays: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if is_array_or_number(leaf):
+            positions.append(position)
+            arrays.append(leaf)
 
-    def call_body(*arrays: Any) -> PyTree:
+    def call_body(*traced: Any) -> PyTree:
         values = list(static)
-        for position, value in zip(positions, arrays, strict=True):
+        for position, value in zip(positions, traced, strict=True):
             values[position] = value
         args, kwargs = treedef.unflatten(values)
         return function.body(*args, **kwargs)
@@ -142,7 +147,7 @@ def trace_function(
     return trace_step(
         call_body,
         flat,
-        tuple(leaves[i] for i in positions),
+        tuple(arrays),
         user_fn=function.fn,
         owner="the function",
         is_live=True,
@@ -177,7 +182,8 @@ def _bring(arguments: PyTree, strategy: Strategy) -> list[Any] | None:
         if not is_concrete or array.sharding.device_set == devices:
             return array
         is_moved = True
-        if not is_per_replica(leaf) or leaf.is_shared:
+        is_split = is_per_replica(leaf) and not leaf.is_shared
+        if not is_split:
             return layout.replicate(array)
         if len(array) != strategy.num_replicas_in_sync:
             raise other_count(leaf, strategy)
@@ -208,5 +214,6 @@ def _arguments_for_all(arguments: PyTree) -> dict[str, Any]:
         is_whole = getattr(leaf, "is_fully_addressable", True)
         if is_array_or_number(leaf) and is_whole:
             argument = ("args", "kwargs")[first.idx]
-            found[f"{argument}{jax.tree_util.keystr(tuple(rest))}"] = leaf
+            path = jax.tree_util.keystr(tuple(rest))
+            found[f"{argument}{path}"] = leaf
     return found

@@ -65,6 +65,7 @@ def set_default(context: "ReplicaContext") -> None:
 
 
 def _frame() -> _Frame:
+    """Returns the block that the code of this thread is in."""
     if _ambient.frames:
         return _ambient.frames[-1]
     chosen = _ambient.chosen
@@ -129,7 +130,8 @@ def set_strategy(strategy: "Strategy | None") -> None:
             "which already decide the strategy. Call it at the top of the program."
         )
     own_mesh = None if _ambient.chosen is None else _ambient.chosen.mesh
-    _ambient.chosen = None if strategy is _default_frame[0].strategy else strategy
+    is_default = strategy is _default_frame[0].strategy
+    _ambient.chosen = None if is_default else strategy
 
     if _ambient.settings is not None:
         with keeping_program_mesh(own_mesh):

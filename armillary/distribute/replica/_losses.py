@@ -77,8 +77,8 @@ def compute_average_loss(
     # In half precision a sum overflows soon, and a divisor of 65,520 is infinite.
     wide = jnp.promote_types(losses.dtype, jnp.float32)
     total = jnp.sum(losses.astype(wide))
-    average = _divide(total, divisor).astype(losses.dtype)
-    return mark(average, AVERAGE)
+    average = _divide(total, divisor)
+    return mark(average.astype(losses.dtype), AVERAGE)
 
 
 def _check_global_batch_size(value: Any) -> Any:
@@ -194,6 +194,7 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
 
 
 def _divide(total: jax.Array, count: Any) -> jax.Array:
+    """Returns a quotient, with the mark by which `_proof` knows its divisor."""
     divisor = jnp.asarray(count, total.dtype)
     return total / mark(divisor, DIVISOR)
 
@@ -209,6 +210,7 @@ def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
 
 
 def _as_floats(name: str, value: Any) -> jax.Array:
+    """Returns an array of floats; integers and flags become JAX's usual float."""
     array = _as_array(name, value)
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return array if is_float else array.astype(jnp.result_type(float))

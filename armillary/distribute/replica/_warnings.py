@@ -4,6 +4,7 @@ The analyses find certain causes in the program of one replica. Each finding get
 warning, with the line of the step and the line to write.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,15 +71,15 @@ def warn_of_step(
     num_replicas = context.num_replicas_in_sync
     if num_replicas == 1:
         return
-    for finding, message in (
-        *_explain_draws(program, inputs, strategy.axis_name, num_replicas),
-        *_explain_idle(program, strategy.axis_name, num_replicas, context),
-        *_explain_counters(program, inputs, display_name, num_replicas),
-        *_explain_positions(program, inputs, strategy.axis_name, num_replicas),
-        *_explain_shares(
-            program, inputs, strategy.axis_name, num_replicas, display_name, kept
-        ),
-    ):
+    axis_name = strategy.axis_name
+    findings = itertools.chain(
+        _explain_draws(program, inputs, axis_name, num_replicas),
+        _explain_idle(program, axis_name, num_replicas, context),
+        _explain_counters(program, inputs, display_name, num_replicas),
+        _explain_positions(program, inputs, axis_name, num_replicas),
+        _explain_shares(program, inputs, axis_name, num_replicas, display_name, kept),
+    )
+    for finding, message in list(findings):
         if finding not in strategy.warned:
             strategy.warned.add(finding)
             logger.warning("%s", message)
@@ -171,6 +172,8 @@ def _explain_shares(
     is_split = [program_input.is_split for program_input in inputs]
     is_averaged = {result: of_step for result, (_, of_step) in kept.items()}
     for found in find_shares(program, is_split, axis_name, is_averaged):
-        is_in_state = isinstance(found, StateOfSum)
-        place = display_name(kept[found.result][0]) if is_in_state else ""
+        place = ""
+        if isinstance(found, StateOfSum):
+            index, _ = kept[found.result]
+            place = display_name(index)
         yield found, explain(found, num_replicas, place)

@@ -29,12 +29,13 @@ def with_axis_names(
     """
     pairs = tuple(rules.items())
     others = [pair for pair in find_program_rules() if pair[0] not in rules]
+    both = (*pairs, *others)
     with ExitStack() as stack:
         if pairs:
             for name in _MODULES:
+                # Not by an import: a program without Flax must not load it.
                 module = sys.modules.get(name)
                 if module is not None:
-                    both = (*pairs, *others)
                     stack.enter_context(module.logical_axis_rules(both))
         try:
             yield

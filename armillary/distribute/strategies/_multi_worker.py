@@ -63,6 +63,7 @@ class JoinedStrategy(Strategy):
             # The plan of a job is made by one process, wherever it runs.
             self._cluster_resolver = SimpleClusterResolver({})
             return
+
         # Before anything uses a device.
         self._cluster_resolver = cluster_resolver or resolve_cluster()
         check_is_no_server(self._cluster_resolver)
@@ -89,14 +90,7 @@ class JoinedStrategy(Strategy):
         Values that replicas share are compared first: no error would show a difference.
         """
         if not self._peers.is_alone and not is_in_trace():
-            flat = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
-            arrays = [(f"value{jax.tree_util.keystr(k)}", array_of(x)) for k, x in flat]
-            shared = {
-                name: array
-                for name, array in arrays
-                if is_array_or_number(array) or isinstance(array, numbers.Number)
-                if not is_divided(array)
-            }
+            shared = _find_shared(value)
             if shared:
                 check_same(self._peers, "the values for `reduce` or `gather`", shared)
 
@@ -110,6 +104,20 @@ class JoinedStrategy(Strategy):
             return jax.tree.map(lambda _: local, leaf)
 
         return jax.tree.map(collect, value, is_leaf=is_per_replica)
+
+
+def _find_shared(value: PyTree) -> dict[str, Any]:
+    """Returns the arrays and numbers that each process has completely, by path."""
+    shared: dict[str, Any] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_per_replica)
+    for keys, leaf in leaves:
+        array = array_of(leaf)
+        is_number = isinstance(array, numbers.Number)
+        is_compared = is_number or is_array_or_number(array)
+        if is_compared and not is_divided(array):
+            path = jax.tree_util.keystr(keys)
+            shared[f"value{path}"] = array
+    return shared
 
 
 def _check_no_implementation(cluster_resolver: Any) -> None:

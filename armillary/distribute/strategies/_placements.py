@@ -151,10 +151,10 @@ class ShardedPlacement(MeshPlacement):
                 f"divide: it has {shown}. Choose sizes whose product divides "
                 f"{num_devices}."
             )
-        all_sizes = {**self.mesh.shape, self.growing_axis: num_devices // product}
-        sizes = tuple(all_sizes.values())
+        grown_size = num_devices // product
+        sizes = {**self.mesh.shape, self.growing_axis: grown_size}
         mesh = AbstractMesh(
-            sizes, self.mesh.axis_names, axis_types=self.mesh.axis_types
+            tuple(sizes.values()), self.mesh.axis_names, axis_types=self.mesh.axis_types
         )
         return replace(
             self,

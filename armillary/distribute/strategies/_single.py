@@ -266,21 +266,26 @@ def make_distributed_dataset(
     check_instance("input_options", input_options, InputOptions | None, OPTIONS_FIX)
     if strategy is None:
         strategy = get_strategy()
-    if not callable(dataset_or_fn) or hasattr(dataset_or_fn, "__iter__"):
+
+    # Some datasets can be called, too.
+    is_dataset = not callable(dataset_or_fn) or hasattr(dataset_or_fn, "__iter__")
+    if is_dataset:
         if args or kwargs:
-            given = [*(repr(arg) for arg in args), *kwargs]
+            given = [*map(repr, args), *kwargs]
             raise TypeError(
                 f"`make_distributed_dataset` got {', '.join(given)} for a function, "
                 f"but `dataset_or_fn` is a {type(dataset_or_fn).__name__}. Pass a "
                 "function that makes the dataset, or leave the arguments out."
             )
         return strategy.distribute_dataset(dataset_or_fn, input_options)
+
     if "input_context" in inspect.signature(dataset_or_fn).parameters:
 
         def make_shard(context: InputContext) -> Any:
             return dataset_or_fn(*args, input_context=context, **kwargs)
 
         return strategy.distribute_datasets_from_function(make_shard, input_options)
+
     made = dataset_or_fn(*args, **kwargs)
     if inspect.isgenerator(made):
         # Keep the function, because a generator cannot begin again.
