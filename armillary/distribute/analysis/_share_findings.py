@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from armillary._jax_compat import read_real
-from armillary.distribute.analysis._marks import DENOMINATOR, METRIC, NUMERATOR, SUMMED
+from armillary.distribute.analysis._marks import DENOMINATOR, NUMERATOR, SUMMED
 from armillary.distribute.analysis._share_facts import (
     ANY,
     EQUAL,
@@ -19,6 +19,9 @@ from armillary.distribute.analysis._share_facts import (
     ShareFacts,
     first_of,
 )
+
+PARTS = (SUMMED, NUMERATOR, DENOMINATOR)
+"""The marks of the numbers that a metric object adds up."""
 
 
 class MetricOfShare(NamedTuple):
@@ -134,24 +137,24 @@ class ShareRecords:
                 return StateOfSum(result, total.line, max(total.sizes))
         return None
 
-    def look_at_mark(
+    def look_at_metric(self, place: str, metric: ShareFacts) -> None:
+        """Records a metric that the step returns, or a part of one, by its place."""
+        causes = metric.causes | metric.combined
+        if causes:
+            self._metrics.setdefault(place, set()).update(causes)
+
+    def look_at_part(
         self, mark: str, value: Any, metric: ShareFacts, line: str
     ) -> None:
-        """Records a metric that the step returns, or a part of one.
+        """Records a part of a metric object.
 
         Args:
-            mark: The name of the mark: the name of the metric, or the kind of the part.
+            mark: One of `PARTS`.
             value: The value in the program.
             metric: The facts about it.
             line: The line of the mark.
         """
-        causes = metric.causes | metric.combined
-        if mark.startswith(METRIC) and causes:
-            name = mark.removeprefix(METRIC)
-            self._metrics.setdefault(f"`{name}`", set()).update(causes)
-        if mark in (SUMMED, NUMERATOR, DENOMINATOR) and causes:
-            self._metrics.setdefault(f"at {line}", set()).update(causes)
-
+        self.look_at_metric(f"at {line}", metric)
         # The numerator of a ratio comes before its denominator.
         if mark == NUMERATOR:
             self._numerator = metric

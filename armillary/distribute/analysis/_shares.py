@@ -33,6 +33,7 @@ from jax.extend import core
 from armillary._dataflow import union
 from armillary._jax_compat import count_scan_operands
 from armillary.distribute.analysis._example_axes import axes_of_result
+from armillary.distribute.analysis._marks import METRIC
 from armillary.distribute.analysis._operations import (
     EXTREMES,
     LINEAR,
@@ -69,6 +70,7 @@ from armillary.distribute.analysis._share_facts import (
     weighs_examples,
 )
 from armillary.distribute.analysis._share_findings import (
+    PARTS,
     ShareFinding,
     ShareRecords,
     StateOfSum,
@@ -189,8 +191,12 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
 
     def follow_mark(self, equation: Any, operand: ShareFacts) -> ShareFacts:
         mark = equation.params["name"]
-        value = equation.invars[0]
-        self._records.look_at_mark(mark, value, operand, self.line(equation))
+        if mark.startswith(METRIC):
+            name = mark.removeprefix(METRIC)
+            self._records.look_at_metric(f"`{name}`", operand)
+        elif mark in PARTS:
+            line = self.line(equation)
+            self._records.look_at_part(mark, equation.invars[0], operand, line)
         return operand
 
     def _combine(self, equation: Any, operand: ShareFacts, is_mean: bool) -> ShareFacts:
