@@ -5,7 +5,6 @@ of an operation (`transfer`), and the facts where several ways meet (`join`). `D
 carries facts through calls, branches, loops and references.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -205,7 +204,8 @@ class Dataflow(Generic[Fact]):
 
 def union(sets: Iterable[frozenset[_Member]]) -> frozenset[_Member]:
     """Returns the members of all sets: the usual way to join facts that are sets."""
-    return frozenset(itertools.chain.from_iterable(sets))
+    nothing: frozenset[_Member] = frozenset()
+    return nothing.union(*sets)
 
 
 def _is_call(equation: Any, program: Any) -> bool:
