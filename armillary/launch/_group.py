@@ -226,6 +226,7 @@ class Group:
         return ""
 
     async def _start(self) -> None:
+        """Reserves the machines, and starts the processes on them."""
         state = self._state
         machines = self._job.machines
         if state.is_ending.is_set():
@@ -256,6 +257,7 @@ class Group:
             self._on_start()
 
     def _start_process(self, label: str, index: int | None) -> None:
+        """Starts a worker, or the evaluator (index `None`)."""
         machines = self._job.machines
         arguments = self._job.arguments
         environment = make_environment(

@@ -117,6 +117,7 @@ class LabeledOutput:
             self._write(name, label, line)
 
     def _write(self, name: str, label: str, line: str) -> None:
+        """Writes a line to a stream of the launcher, and to the log of the process."""
         with self._lock:
             try:
                 if name in self._open:

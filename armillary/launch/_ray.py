@@ -143,6 +143,7 @@ class _RayWorker(LaunchedProcess):
         self._place.actor.send_signal.remote(number)
 
     async def _watch(self, started: Any) -> None:
+        """Waits for the end of the worker, or for the loss of its machine."""
         try:
             await started
             code, seconds = await self._place.actor.wait.remote()
@@ -239,6 +240,7 @@ class RayMachines(Machines):
         self._ray.shutdown()
 
     async def _reserve_group(self, say: Say) -> None:
+        """Reserves as many places as the cluster has room for, at least the fewest."""
         # Workers with GPUs run on few machines, which connects them best. Other workers
         # run on many machines, because each computes on all cores of its machine.
         strategy = "PACK" if "GPU" in self._needs else "SPREAD"

@@ -159,6 +159,7 @@ class _Connection(asyncio.Protocol):
         self._data = b""
 
     def connection_made(self, transport: Any) -> None:
+        """Adds a known neighbor; an unknown caller must send the token in time."""
         self._transport = transport
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Reports are sent all the time, so there is always one to confirm.
@@ -172,6 +173,7 @@ class _Connection(asyncio.Protocol):
             loop.call_later(_GREETING_SECONDS, self._close_if_unknown)
 
     def data_received(self, data: bytes) -> None:
+        """Handles complete lines; the rest waits for more data."""
         self._data += data
         if self._index is None:
             self._accept_child()

@@ -203,6 +203,7 @@ def _receive_limit(idle: Idle) -> bool:
 
 
 def _show_stacks(pid: int, idle: Idle) -> None:
+    """Prints the reason, and makes the process print the stacks of its threads."""
     text = (
         f"ERROR: {idle.who}: Timeout: it has run no Python for {idle.seconds:.0f} "
         "seconds, so it is about to be killed. C code that keeps the interpreter's "

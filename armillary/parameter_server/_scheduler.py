@@ -255,6 +255,7 @@ class Scheduler:
         return taken
 
     def _send(self, worker: _ServedWorker, message: _Message) -> None:
+        """Sends calls to a worker, after the things that it needs for them."""
         closures = message.closures
         task = closures[0].task
         self._bring_up_to_date(worker)
@@ -298,6 +299,7 @@ class Scheduler:
         worker.known.add(task.number)
 
     def _finish(self, worker: _ServedWorker, message: _Message) -> None:
+        """Waits for the end of the calls of a message, and sets their results."""
         first = message.closures[0]
         doing = f"runs call {first.number} of `{first.task.name}`"
         statuses = self._get(worker, message.statuses, doing)
@@ -413,6 +415,7 @@ class Scheduler:
     def _wait_for_answer(
         self, worker: _ServedWorker, reference: Any, doing: str | None
     ) -> Any:
+        """Returns the answer of a worker; logs a warning if it takes long."""
         ray = import_ray()
         seconds = self._strategy.report_seconds
         try:

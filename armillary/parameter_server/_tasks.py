@@ -311,6 +311,7 @@ def _as_type(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns the type of an argument; raises if it is a text."""
     if isinstance(leaf, str | bytes):
         raise TypeError(
             f"A scheduled function was given the result of another one that holds "

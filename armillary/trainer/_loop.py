@@ -88,6 +88,7 @@ class Loop:
         return self._work.take()
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
+        """Returns whether this loop can run a step with these data and options."""
         own = self._method
         datasets = setup.distribute(method.strategy)
         # An evaluation opens a closed feed again.
@@ -291,6 +292,7 @@ class Loop:
             yield from self._run_chunks(num_steps, flat)
 
     def _run_eagerly(self, num_steps: int) -> Iterator[tuple[int, list[PyTree]]]:
+        """Runs steps without a compiler; yields as `_run` does."""
         steps = run_eagerly(self._method, self.feed, self._structure)
         remaining = num_steps
         with self.feed.reading():
@@ -303,6 +305,7 @@ class Loop:
     def _run_chunks(
         self, num_steps: int, flat: FlatState
     ) -> Iterator[tuple[int, list[PyTree]]]:
+        """Runs compiled steps chunk by chunk; yields as `_run` does."""
         remaining = num_steps
         while remaining and (chunk := self._next_chunk()) is not None:
             program = self._programs.get(chunk)

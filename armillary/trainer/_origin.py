@@ -160,6 +160,7 @@ def _with_cause(array: Any, number: Any) -> _Value:
 
 
 def _describe(cause: Any) -> str:
+    """Returns the sentence about a cause: a path of the batch, or equations."""
     if isinstance(cause, str):
         return f"They come from the batch, whose `{cause}` holds such values."
 

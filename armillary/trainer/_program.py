@@ -214,6 +214,7 @@ class Program:
         slots = self._flat.join(self.changed, donated, inputs.others)
         chunk = inputs.chunk
         start = inputs.start
+        # It is also the token of the program: it is ready when the program has ended.
         stop = jnp.asarray(start + inputs.num_steps)
         if self.hooks is not None:
             new, outputs = self._run_loops(self.hooks, slots, inputs)

@@ -276,6 +276,7 @@ class StandardTrainer(Runner, AbstractTrainer):
         return LoopsOnDevice(num_run, (), lambda _: [output])
 
     def _make_loop(self, setup: Setup, strategy: Strategy) -> Any:
+        """Makes a loop of the strategy's own class."""
         loop_class = strategy.loop_class
         loop_class.check_options(setup.options, StandardTrainerOptions())
         check_step_signature(self.train_step, type(self).__name__)

@@ -216,6 +216,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         return self._metrics.compute()
 
     def _run(self, *batches: Batch) -> None:
+        """Runs the user's step on one replica, and keeps its state and metrics."""
         with explained_types(self._step, self.state, batches, self._weak):
             result = self._step(lend(self.state), *batches)
         new_state, metrics = take_pair(self.state, result)
@@ -225,6 +226,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         self.state = new_state
 
     def _start(self, num_steps: int, num_loops: int) -> LoopsOnDevice:
+        """Starts loops as `StandardTrainer` does, whose outputs get their names."""
         if self.strategy.loop_class is not None:
             raise ValueError(
                 "`StepTrainer` replaces its whole state in each step, but under a "

@@ -130,6 +130,7 @@ class StepPrograms(Programs[Program]):
 
     @compiling()
     def _trace_hooks(self) -> Hooks | None:
+        """Traces the hooks for the programs; `None` if they stay in Python."""
         owner = self._method.owner
         flat = self.flat
         assert flat is not None
@@ -163,6 +164,7 @@ class StepPrograms(Programs[Program]):
         self._find_trace(types, active)
 
     def _find_trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
+        """Returns the trace for batches of these types, made once."""
         leaves, structure = jax.tree.flatten(batches)
         key = (structure, *leaves, active)
         if key not in self._traces:
@@ -172,6 +174,7 @@ class StepPrograms(Programs[Program]):
 
     @compiling()
     def _trace(self, batches: list[PyTree], active: tuple[Active, ...]) -> _Trace:
+        """Traces the step for batches of these types, and checks the traced step."""
         method = self._method
         taken = [0] * len(batches)
         returned: list[Any] = []
@@ -238,6 +241,7 @@ class StepPrograms(Programs[Program]):
         return step.with_program(edited.program)
 
     def _warn_of_results(self) -> None:
+        """Warns that nothing receives the result of a step."""
         end = "`train_loop_end`"
         if self._method.is_evaluation:
             end = "`eval_end`; or let `eval_begin` return a state, and write "

@@ -143,6 +143,7 @@ class Feed(Generic[T]):
         return self._describe(queue.ahead) if is_known else None
 
     def _read(self) -> T | None:
+        """Returns the next chunk, or `None` at the end of the data."""
         self._recover()
         if self.queue is None:
             assert self._build is not None
@@ -161,6 +162,7 @@ class Feed(Generic[T]):
             self.queue.read_on()
 
     def commit(self, num_steps: int) -> None:
+        """Marks steps of the current chunk as used, which moves the positions."""
         queue = self.queue
         chunk = self.chunk
         assert queue is not None and chunk is not None
@@ -205,6 +207,7 @@ class Feed(Generic[T]):
         self._is_cut_off = is_broken
 
     def _reopen(self, positions: Sequence[Position]) -> None:
+        """Opens the sources that can go back, each at its position."""
         for reader, position in zip(self.readers, positions, strict=True):
             if reader.data.is_repositionable:
                 reader.reopen(position)

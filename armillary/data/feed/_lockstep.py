@@ -168,6 +168,7 @@ class Lockstep:
         return [self._offer(piece) for piece in self._waiting]
 
     def _offer(self, piece: Piece) -> _Offer:
+        """Returns the description of a piece for the other processes."""
         leaves, treedef = jax.tree.flatten(piece.arrays)
         first = self._axis + 1
         types = [(leaf.shape[first:], str(canonical_dtype(leaf))) for leaf in leaves]

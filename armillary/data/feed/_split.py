@@ -111,6 +111,7 @@ class Splitter:
     def _read_groups(
         self, batches: Iterator[SourceBatch]
     ) -> Iterator[tuple[list[PyTree], Position]]:
+        """Yields the batches of each distributed batch, and the position after them."""
         group: list[PyTree] = []
         position = Position()
         for batch, position in batches:

@@ -123,6 +123,7 @@ def _kind_and_line(finding: PositionFinding) -> tuple[str, str]:
 
 
 def _facts_of_share(value: Any) -> RowFacts:
+    """Returns the facts about a share of a batch, or about a part of the state."""
     shape = value.shape
     if not shape or shape[0] < 2:
         return _INPUT  # A single example cannot be confused with another one.

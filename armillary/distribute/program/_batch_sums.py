@@ -168,6 +168,7 @@ class _BatchSumDataflow(Dataflow[_Facts]):
         return [self._mix(equation, operands, made) for made in equation.outvars]
 
     def _note_metric(self, mark_name: str, facts: _Facts) -> None:
+        """Records the line of a plain metric's sum, or that the metric is not a sum."""
         if not mark_name.startswith(METRIC):
             return
         name = mark_name.removeprefix(METRIC)

@@ -276,6 +276,7 @@ class FlatState:
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
         """Lends the arrays to a program, in a block that no signal interrupts."""
         taken = self.take(changed)
+        # Before the block, so that Ctrl-C can end a long wait.
         self._dispatch.wait()
         with uninterrupted():
             yield taken

@@ -106,6 +106,7 @@ class FunctionProgram:
         return any(map(self._flat.state.holds, self.step.static_results))
 
     def __call__(self, arguments: Any, leaves: list[Any]) -> PyTree:
+        """Runs the program; returns the result of the function."""
         flat = self._flat
         check_no_trace(self._function.fn, flat.state)
         arrays = [leaf for leaf in leaves if is_array_or_number(leaf)]

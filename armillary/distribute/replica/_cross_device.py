@@ -291,6 +291,7 @@ def _sum_in_groups(flat: jax.Array, groups: list[list[int]], axis: str) -> jax.A
     num_parts = len(across) * len(groups)
     num_missing = -flat.size % num_parts
     padded = jnp.pad(flat, (0, num_missing))
+    # Shapes: (n,), then (n / size of a group,), then (n / num_parts,), and back.
     part = jax.lax.psum_scatter(padded, axis, axis_index_groups=groups, tiled=True)
     # The two halves of an all-reduce, because not every JAX has a `psum` over groups.
     part = jax.lax.psum_scatter(part, axis, axis_index_groups=across, tiled=True)

@@ -101,6 +101,7 @@ class StateKinds:
 
 
 def _check_mapping(kinds: Any) -> Mapping[Any, Any]:
+    """Returns `kinds` as a mapping; raises if it is something else."""
     if kinds is None:
         return {}
     if not isinstance(kinds, Mapping):
@@ -132,6 +133,7 @@ def _check_kind(key: Any, kind: Any) -> VariableAggregation:
 
 
 def _make_finder(key: Any) -> Callable[[Leaf], bool]:
+    """Returns the test of leaves that a key stands for: by a node, or by the path."""
     if isinstance(key, type):
         return lambda leaf: any(isinstance(node, key) for node in leaf.above)
     if not isinstance(key, str):

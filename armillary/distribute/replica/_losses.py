@@ -200,6 +200,7 @@ def _divide(total: jax.Array, count: Any) -> jax.Array:
 
 
 def _as_array(name: str, value: Any, dtype: Any = None) -> jax.Array:
+    """Returns a value as an array; an error names the argument."""
     try:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError, OverflowError) as error:

@@ -127,6 +127,7 @@ def check_annotations(state: State) -> None:
 def _check_annotation(
     slot: Slot, name: str, kind: type[enum.Enum], values: Sequence[object]
 ) -> None:
+    """Raises if one of some values is not a member of an enum."""
     for value in values:
         if value is not None and not isinstance(value, kind):
             raise ValueError(

@@ -42,6 +42,7 @@ def has_data(state: PyTree) -> bool:
 
 
 def _is_data(leaf: Leaf) -> bool:
+    """Returns whether a leaf is an array, or a number that becomes one."""
     value = leaf.value
     if is_array(value) or is_leaf_variable(value):
         return True
@@ -109,6 +110,7 @@ def _check_is_not_tied(leaves: Iterable[Leaf]) -> None:
 
 
 def _own(leaf: Leaf) -> Any:
+    """Returns a copy of a leaf, as an array if it is data."""
     value = leaf.value
     if not _is_data(leaf):
         return value
@@ -151,6 +153,8 @@ def take_back(held: PyTree, returned: PyTree) -> PyTree:
 def _map_states(
     is_state: Callable[[Any], bool], change: Callable[[Any], Any], tree: PyTree
 ) -> PyTree:
+    """Changes the parts of a pytree that `is_state` finds; all else stays."""
+
     def is_leaf(part: Any) -> bool:
         return is_object(part) or is_state(part)
 
@@ -229,6 +233,7 @@ def _compare_children(
 
 
 def _compare_leaves(place: str, old: Any, new: Any) -> Iterator[str]:
+    """Yields the difference between two leaves, unless they count as equal."""
     if not is_array(old):
         if not is_equal(old, new):
             yield (

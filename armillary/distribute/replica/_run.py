@@ -91,6 +91,7 @@ def run_in_replicas(
         replica,
         mesh=mesh,
         in_specs=(whole, argument_specs),
+        # The new state, the results of each replica, and the results that are equal.
         out_specs=(whole, split, whole),
         # `_proof` finds the values that vary. JAX's own check would also sum gradients.
         check_vma=False,

@@ -125,6 +125,7 @@ class PerReplica:
             return self._parts()
 
     def _parts(self) -> dict[int, jax.Array]:
+        """Returns `parts`, with no mesh of the program in effect."""
         held = self.active_replicas
         is_traced = isinstance(self.array, Tracer)
         if is_traced or not isinstance(self.array, jax.Array):
@@ -149,6 +150,7 @@ class PerReplica:
         return f"PerReplica({self.num_active} x {inside})"
 
     def _refusal(self) -> str:
+        """Returns the message for a use as one array."""
         return (
             f"{self!r} was used as one array or condition, but it holds one part for "
             f"each of {self.num_active} replicas. Use it in the function of "

@@ -273,6 +273,7 @@ class _Editor:
         return _Call(called, facts, edited.results, edited.early)
 
     def _edit_branches(self, equation: Any, facts: list[Fact]) -> _Call:
+        """Edits all branches; a fact must hold after each of them."""
         # The first operand is the number of the branch.
         _, *inputs = facts
         programs: list[Any] = []

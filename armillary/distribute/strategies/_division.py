@@ -130,6 +130,7 @@ def _count_behind(shape: Sequence[int]) -> list[int]:
 
 
 def _squeeze(equation: Any, division: Division) -> tuple[Any, ...] | None:
+    """Follows the removal of axes that devices do not share."""
     removed = set(equation.params["dimensions"])
     kept: list[Any] = []
     for axis, entry in enumerate(division.entries):

@@ -407,6 +407,7 @@ def _describe(
 def _take_locally(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, arrays: PyTree, rows: Any
 ) -> PyTree:
+    """Takes rows on each device, from its own copy of the arrays."""
     # Without `shard_map`, XLA's partitioner might gather rows with collectives.
     local_take = jax.shard_map(
         _take,

@@ -121,6 +121,7 @@ class Rules:
     def _choose(
         self, path: str, leaf: Any, annotation: AxisNames | None, mesh: AnyMesh
     ) -> Decision:
+        """Returns the division of a parameter: its own, or the one of the rules."""
         # A rule counts as used for an array that it names but does not decide, too.
         matching = [pattern for pattern in self._rules if pattern.search(path)]
         self._unused.difference_update(matching)
