@@ -84,7 +84,11 @@ def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def place_rows(
-    arrays: PyTree, sharding: Sharding, axis: int, rows: range, num_rows: int
+    arrays: PyTree,
+    sharding: Sharding,
+    axis: int,
+    rows: range,
+    num_rows: int,
 ) -> PyTree:
     """Returns global arrays with all rows, from the `rows` of this process."""
 

@@ -113,7 +113,10 @@ class _CannedEstimator(Estimator):
         warm_start_from: StrPath | None,
     ) -> None:
         def model_fn(
-            features: Any, labels: Any, mode: ModeKeys, modules: Any
+            features: Any,
+            labels: Any,
+            mode: ModeKeys,
+            modules: Any,
         ) -> EstimatorSpec:
             def make(rngs: nnx.Rngs) -> Any:
                 return make_network(columns, head.num_logits, rngs)

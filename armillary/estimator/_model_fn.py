@@ -216,7 +216,11 @@ class Model:
         self._before: list[tuple[Any, list[Any]]] = []
 
     def call(
-        self, modules: Modules, features: PyTree, labels: PyTree, mode: ModeKeys
+        self,
+        modules: Modules,
+        features: PyTree,
+        labels: PyTree,
+        mode: ModeKeys,
     ) -> EstimatorSpec:
         given = {"features": features, "labels": labels, "mode": mode}
         values = {**given, "modules": modules, **self._values}

@@ -173,7 +173,10 @@ def predict(
 
 
 def _predict_batch(
-    model: Model, predict_keys: Sequence[str] | None, modules: Any, batch: Any
+    model: Model,
+    predict_keys: Sequence[str] | None,
+    modules: Any,
+    batch: Any,
 ) -> PyTree:
     features = _features_of(batch)
     predictions = model.call(modules, features, None, ModeKeys.PREDICT).predictions
@@ -271,7 +274,11 @@ class EstimatorEvaluator(StandardEvaluator):
     """Evaluates a model function; the loss is the mean over batches."""
 
     def __init__(
-        self, dataset: DistributedDataset, strategy: Strategy, model: Model, ops: Any
+        self,
+        dataset: DistributedDataset,
+        strategy: Strategy,
+        model: Model,
+        ops: Any,
     ) -> None:
         super().__init__(dataset)
         self.strategy = strategy

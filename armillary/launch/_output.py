@@ -110,7 +110,11 @@ class LabeledOutput:
             self._own_lines.task_done()
 
     def _write_lines(
-        self, label: str, name: str, file: BufferedReader, tail: "deque[str]"
+        self,
+        label: str,
+        name: str,
+        file: BufferedReader,
+        tail: "deque[str]",
     ) -> None:
         for line in read_output_lines(file):
             tail.append(line)

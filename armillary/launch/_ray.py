@@ -180,7 +180,12 @@ class RayMachines(Machines):
     """The machines of a Ray cluster; every attempt takes as many as there are."""
 
     def __init__(
-        self, ray: Any, fewest: int, most: int, share: int | None, wait_seconds: float
+        self,
+        ray: Any,
+        fewest: int,
+        most: int,
+        share: int | None,
+        wait_seconds: float,
     ) -> None:
         super().__init__(most, DevicePlan(virtual_cpus=share), fewest, wait_seconds)
         self._ray = ray

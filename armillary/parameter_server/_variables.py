@@ -91,7 +91,12 @@ class Variables:
         return numbers
 
     def _adopt(
-        self, known: dict[str, int], name: str, slot: Slot, offset: int, leaf: Any
+        self,
+        known: dict[str, int],
+        name: str,
+        slot: Slot,
+        offset: int,
+        leaf: Any,
     ) -> int:
         """Returns the number of one array, a new one if its type has changed."""
         type_ = type_of(as_array(leaf))

@@ -41,7 +41,11 @@ def take_arguments(iterator: Any) -> tuple[Batch, ...]:
 
 
 def check_step_arguments(
-    owner: str, step: Callable[..., Any], argument: str, *, has_data: bool
+    owner: str,
+    step: Callable[..., Any],
+    argument: str,
+    *,
+    has_data: bool,
 ) -> None:
     """Raises if a pure step does not take the state, and a batch if there is data.
 

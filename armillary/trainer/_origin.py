@@ -62,7 +62,10 @@ def find_origin(
 
 
 def _interpret(
-    program: Any, inputs: Sequence[_Value], within: _Path, causes: list[Any]
+    program: Any,
+    inputs: Sequence[_Value],
+    within: _Path,
+    causes: list[Any],
 ) -> list[_Value]:
     """Returns the results of a program, and adds its operations to `causes`."""
     jaxpr = getattr(program, "jaxpr", program)
@@ -123,7 +126,10 @@ def _interpret_mapped(
 
 
 def _apply(
-    jaxpr: Any, operands: Sequence[_Value], path: _Path, causes: list[Any]
+    jaxpr: Any,
+    operands: Sequence[_Value],
+    path: _Path,
+    causes: list[Any],
 ) -> list[_Value]:
     """Runs one equation as a whole: a loop or a branch is one operation."""
     equation = path[-1]

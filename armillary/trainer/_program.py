@@ -194,7 +194,11 @@ class Program:
         return take_batches(chunk, self._per_step, self._gathers, index)
 
     def _one_step(
-        self, slots: list[Any], chunk: Sequence[PyTree], index: Any, health: Any
+        self,
+        slots: list[Any],
+        chunk: Sequence[PyTree],
+        index: Any,
+        health: Any,
     ) -> tuple[list[Any], list[Any], Any]:
         """Returns the changed arrays, the results and the health after one step."""
         changed = self.step.changed
@@ -233,7 +237,11 @@ class Program:
         return end.changed, end.results, stop, end.health
 
     def _run_steps(
-        self, slots: list[Any], chunk: list[Any], begin: _Carry, stop: Any
+        self,
+        slots: list[Any],
+        chunk: list[Any],
+        begin: _Carry,
+        stop: Any,
     ) -> _Carry:
         """Runs steps up to `stop`."""
 

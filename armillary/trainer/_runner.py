@@ -40,7 +40,12 @@ class Runner(RecordedReads):
         return vars(self)[attribute]
 
     def _get_method(
-        self, setup: Setup, strategy: Strategy, name: str, *, keep_results: bool = False
+        self,
+        setup: Setup,
+        strategy: Strategy,
+        name: str,
+        *,
+        keep_results: bool = False,
     ) -> StepMethod:
         """Returns a step of this object, with the options of its `Setup`."""
         if hasattr(inspect.getattr_static(self, name), "lower"):

@@ -74,7 +74,10 @@ class Setup(OfOneProcess):
 
 
 def make_setup(
-    argument: str, datasets: PyTree, options: LoopOptions | None, kind: type
+    argument: str,
+    datasets: PyTree,
+    options: LoopOptions | None,
+    kind: type,
 ) -> Setup:
     """Returns the `Setup` for the datasets that a user gave as `argument`."""
     if options is not None:

@@ -70,7 +70,10 @@ class WorkCount:
 
 
 def measure_work(
-    program: Any, chunk: Chunk, batches_per_step: Sequence[int], strategy: Strategy
+    program: Any,
+    chunk: Chunk,
+    batches_per_step: Sequence[int],
+    strategy: Strategy,
 ) -> Work:
     """Returns the work of one step, a traced program, of a chunk."""
     try:
@@ -112,7 +115,10 @@ def _count_flops(program: Any, chunk: Chunk, strategy: Strategy) -> float:
 
 
 def measure_footprint(
-    compiled: Any, donated: Sequence[jax.Array], inputs: Any, state: Sequence[jax.Array]
+    compiled: Any,
+    donated: Sequence[jax.Array],
+    inputs: Any,
+    state: Sequence[jax.Array],
 ) -> Footprint | None:
     """Returns the footprint of a program that was called with `donated` and `inputs`.
 

@@ -175,7 +175,11 @@ _lock = threading.Lock()
 
 
 def make_gather(
-    source: Source, layout: BatchLayout, options: InputOptions, *, is_shared: bool
+    source: Source,
+    layout: BatchLayout,
+    options: InputOptions,
+    *,
+    is_shared: bool,
 ) -> tuple[Source, Gather]:
     """Returns the source to read, perhaps of row numbers, and its `Gather`.
 

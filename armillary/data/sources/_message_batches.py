@@ -146,7 +146,10 @@ class _Fields:
 
 
 def _find_lists(
-    data: bytes, begins: np.ndarray, ends: np.ndarray, names: list[str]
+    data: bytes,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    names: list[str],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns whether messages are plain, and kind, begin and end of their lists."""
     fields = _Fields(data)
@@ -185,7 +188,10 @@ def _find_lists(
 
 
 def _have_name(
-    data: bytes, entries: _Entries, indices: np.ndarray, name: bytes
+    data: bytes,
+    entries: _Entries,
+    indices: np.ndarray,
+    name: bytes,
 ) -> np.ndarray:
     """Returns which of some entries have a name."""
     size = len(name)
@@ -221,7 +227,11 @@ def _split(word: Any) -> tuple[Any, Any, Any]:
 
 
 def _take_values(
-    data: bytes, kind: int, begin: np.ndarray, end: np.ndarray, feature: FixedLenFeature
+    data: bytes,
+    kind: int,
+    begin: np.ndarray,
+    end: np.ndarray,
+    feature: FixedLenFeature,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns whether lists fit the feature, and the values of the lists that fit."""
     dtype = feature.dtype
@@ -260,7 +270,10 @@ def _take_values(
 
 
 def _take_integers(
-    data: bytes, begin: np.ndarray, end: np.ndarray, count: int
+    data: bytes,
+    begin: np.ndarray,
+    end: np.ndarray,
+    count: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns whether lists hold `count` varints, and the values of those lists."""
     # A varint has 1 to 10 bytes.

@@ -81,7 +81,10 @@ def name_rows(argument: str, numbers: np.ndarray) -> str:
 
 
 def check_rows(
-    batch: Batch, types: PyTree, get_name: Callable[[], str], num_axes: int = 1
+    batch: Batch,
+    types: PyTree,
+    get_name: Callable[[], str],
+    num_axes: int = 1,
 ) -> None:
     """Raises if the rows of a batch do not have the types of the first example.
 

@@ -174,7 +174,11 @@ class TFRecordDataset(IndexedDataset):
         return b"".join([*pieces, bytes(8)])
 
     def _check(
-        self, rows: np.ndarray, data: bytes, begins: np.ndarray, ends: np.ndarray
+        self,
+        rows: np.ndarray,
+        data: bytes,
+        begins: np.ndarray,
+        ends: np.ndarray,
     ) -> None:
         """Raises if the checksum behind a record does not match its data."""
         # A word of 4 bytes at each byte of the data; nothing is copied.

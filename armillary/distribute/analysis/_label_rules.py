@@ -97,7 +97,11 @@ def keeps_scale(name: str) -> bool:
 
 
 def find_lost(
-    name: str, operands: Sequence[Facts], *, is_backward: bool, is_report: bool
+    name: str,
+    operands: Sequence[Facts],
+    *,
+    is_backward: bool,
+    is_report: bool,
 ) -> set[Label]:
     """Returns the labels that do not survive this addition or multiplication.
 

@@ -270,7 +270,11 @@ class Proof(ReplicaDataflow[Facts]):
         return Facts(labels=labels)
 
     def _look_at_sum(
-        self, equation: Any, operand: Facts, made: Any, by_ops: str
+        self,
+        equation: Any,
+        operand: Facts,
+        made: Any,
+        by_ops: str,
     ) -> None:
         """Notes an error for a sum or a mean over replicas that is wrong."""
         users = [] if by_ops else self.find_users(made)

@@ -134,7 +134,10 @@ def explain_wait(operation: str, where: str, decides: Facts) -> Exception:
 
 
 def explain_difference(
-    lines: Sequence[str], num_slots: int, facts: Facts, pure_paths: Sequence[str]
+    lines: Sequence[str],
+    num_slots: int,
+    facts: Facts,
+    pure_paths: Sequence[str],
 ) -> Exception:
     """Returns the error for mirrored state whose new values may differ.
 

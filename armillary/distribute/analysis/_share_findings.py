@@ -144,7 +144,11 @@ class ShareRecords:
             self._metrics.setdefault(place, set()).update(causes)
 
     def look_at_part(
-        self, mark: str, value: Any, metric: ShareFacts, line: str
+        self,
+        mark: str,
+        value: Any,
+        metric: ShareFacts,
+        line: str,
     ) -> None:
         """Records a part of a metric object.
 

@@ -126,7 +126,10 @@ class FunctionProgram:
 
 
 def trace_function(
-    function: UserFunction, flat: FlatState, leaves: list[Any], treedef: Any
+    function: UserFunction,
+    flat: FlatState,
+    leaves: list[Any],
+    treedef: Any,
 ) -> TracedStep:
     """Traces a function, with its arrays as arguments and all else constant."""
     _check_arguments(function.name, leaves)
@@ -156,7 +159,10 @@ def trace_function(
 
 
 def check_same_function(
-    peers: Peers, function: UserFunction, step: TracedStep, arguments: PyTree
+    peers: Peers,
+    function: UserFunction,
+    step: TracedStep,
+    arguments: PyTree,
 ) -> None:
     """Raises if the program of a function differs between processes."""
     shared = _arguments_for_all(arguments)

@@ -68,7 +68,10 @@ _ARGUMENTS = {
 
 
 def add_notes(
-    error: Exception, step_name: str, owner: str, arguments: tuple[PyTree, ...]
+    error: Exception,
+    step_name: str,
+    owner: str,
+    arguments: tuple[PyTree, ...],
 ) -> None:
     """Adds notes to an error in a step, unless Armillary raised it.
 

@@ -40,7 +40,11 @@ class Call:
         self._treedef: Any = None
 
     def run(
-        self, context: ReplicaContext, slots: list[Any], args: Any, kwargs: Any
+        self,
+        context: ReplicaContext,
+        slots: list[Any],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Calls the function.
 

@@ -18,7 +18,11 @@ _NAMES = {kind: name for name, kind in MADE_BY_OPS.items()}
 
 
 def reduce_by(
-    ops: Any, op: ReduceOp, values: list[Any], axis_name: str, num_replicas: int
+    ops: Any,
+    op: ReduceOp,
+    values: list[Any],
+    axis_name: str,
+    num_replicas: int,
 ) -> Any:
     """Reduces arrays by a `CrossDeviceOps`, and proves that the results are equal.
 
@@ -95,7 +99,10 @@ def _describe(arrays: Iterable[Any]) -> str:
 
 
 def _check_same(
-    ops: Any, program: core.ClosedJaxpr, axis_name: str, num_replicas: int
+    ops: Any,
+    program: core.ClosedJaxpr,
+    axis_name: str,
+    num_replicas: int,
 ) -> None:
     """Raises if results may differ, or if some replicas would wait forever."""
     analysis = Sameness(axis_name, num_replicas)

@@ -125,7 +125,10 @@ def check_annotations(state: State) -> None:
 
 
 def _check_annotation(
-    slot: Slot, name: str, kind: type[enum.Enum], values: Sequence[object]
+    slot: Slot,
+    name: str,
+    kind: type[enum.Enum],
+    values: Sequence[object],
 ) -> None:
     """Raises if one of some values is not a member of an enum."""
     for value in values:
@@ -175,7 +178,10 @@ def written_policy_of(slot: Slot) -> Policy | None:
 
 
 def _policy_of(
-    slot: Slot, kind: LeafKind, leaf: jax.Array, is_of_optimizer: bool
+    slot: Slot,
+    kind: LeafKind,
+    leaf: jax.Array,
+    is_of_optimizer: bool,
 ) -> Policy:
     """Returns the policy of one array; raises if its aggregation does not fit it."""
     given = kind.aggregation

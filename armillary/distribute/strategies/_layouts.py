@@ -405,7 +405,10 @@ def _describe(
 
 
 def _take_locally(
-    mesh: Mesh | AbstractMesh, spec: PartitionSpec, arrays: PyTree, rows: Any
+    mesh: Mesh | AbstractMesh,
+    spec: PartitionSpec,
+    arrays: PyTree,
+    rows: Any,
 ) -> PyTree:
     """Takes rows on each device, from its own copy of the arrays."""
     # Without `shard_map`, XLA's partitioner might gather rows with collectives.

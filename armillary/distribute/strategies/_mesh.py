@@ -200,7 +200,10 @@ def _arrange(
 
 
 def _check_count(
-    argument: str, sizes: Mapping[str, int], num_devices: int, peers: Peers
+    argument: str,
+    sizes: Mapping[str, int],
+    num_devices: int,
+    peers: Peers,
 ) -> None:
     """Raises if devices do not fill a mesh."""
     product = math.prod(sizes.values())

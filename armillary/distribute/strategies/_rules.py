@@ -119,7 +119,11 @@ class Rules:
         return decisions
 
     def _choose(
-        self, path: str, leaf: Any, annotation: AxisNames | None, mesh: AnyMesh
+        self,
+        path: str,
+        leaf: Any,
+        annotation: AxisNames | None,
+        mesh: AnyMesh,
     ) -> Decision:
         """Returns the division of a parameter: its own, or the one of the rules."""
         # A rule counts as used for an array that it names but does not decide, too.
@@ -193,7 +197,11 @@ class Rules:
         )
 
     def _follow(
-        self, path: str, leaf: Any, annotation: AxisNames, mesh: AnyMesh
+        self,
+        path: str,
+        leaf: Any,
+        annotation: AxisNames,
+        mesh: AnyMesh,
     ) -> PartitionSpec:
         """Returns the division that a model's annotation asks for."""
         entries: list[Any] = []
@@ -219,7 +227,11 @@ class Rules:
         )
 
     def _axes_for(
-        self, path: str, name: str, annotation: AxisNames, mesh: AnyMesh
+        self,
+        path: str,
+        name: str,
+        annotation: AxisNames,
+        mesh: AnyMesh,
     ) -> tuple[str, ...]:
         """Returns the axes of the mesh for one name of an annotation."""
         for own, axes in annotation.rules:
