@@ -118,7 +118,7 @@ def test_data_that_cannot_be_right_is_refused(tmp_path):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_generator_that_fails_in_one_process_ends_all(tmp_path, prefetch):
-    outcome = run(tmp_path, "fails", 4, prefetch=prefetch)
+    outcome = run_on_eight_devices(pipelines, tmp_path, "fails", 4, prefetch=prefetch)
 
     assert outcome.codes == [0] * 4, outcome.log
     for process, result in enumerate(outcome.results):
@@ -132,7 +132,8 @@ def test_a_generator_that_fails_in_one_process_ends_all(tmp_path, prefetch):
     ("mesh", "num_pipelines"), [("data", 4), ("tensor over processes", 2)]
 )
 def test_each_pipeline_has_a_mixture_of_its_own(tmp_path, mesh, num_pipelines):
-    outcome = run(tmp_path, "mixes", 4, mesh=pipelines.MESHES[mesh])
+    options: dict[str, Any] = {"mesh": pipelines.MESHES[mesh]}
+    outcome = run_on_eight_devices(pipelines, tmp_path, "mixes", 4, **options)
 
     assert outcome.codes == [0] * 4, outcome.log
     # Three batches with equal shares, and two with a quarter and three quarters.
