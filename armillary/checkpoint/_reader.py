@@ -48,7 +48,7 @@ from armillary.checkpoint._in_parts import divide, restore_in_parts
 from armillary.checkpoint._leaves import as_restored, stored_sharding
 from armillary.checkpoint._packed import find_names, unpack
 from armillary.checkpoint._put import put_all, put_states
-from armillary.checkpoint._room import has_room
+from armillary.checkpoint._room import all_have_room
 from armillary.checkpoint._selection import (
     RestoreReport,
     Selection,
@@ -258,7 +258,7 @@ def restore_from(
                 get_peers().gather("the arrays that a checkpoint leaves out", "")
             return restored
 
-        if _have_room({name: leaves[name] for name in full}, own):
+        if all_have_room({name: leaves[name] for name in full}, own):
             new_leaves = {**leaves, **read(full)}
             refused = put_all(checkpoint, new_leaves, new_states, selection.may_differ)
         else:
@@ -300,13 +300,6 @@ def _read_states(source: Source, states: Mapping[str, Any]) -> dict[str, Any]:
     with _reading(source):
         stored = source.read_arrays(dict.fromkeys(names), {})
         return {name: unpack(state, stored) for name, state in states.items()}
-
-
-def _have_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
-    """Returns whether all processes can hold another copy of some arrays."""
-    own = has_room(leaves, specs)
-    texts = get_peers().gather("the memory for a restore", json.dumps(own))
-    return all(map(json.loads, texts))
 
 
 def _find_own_digests(

@@ -7,6 +7,7 @@ the limits of the process leave a part.
 
 import collections
 import contextlib
+import json
 import math
 import resource
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 
 from armillary.checkpoint._content import LeafSpec
+from armillary.cluster._join import get_peers
 from armillary.distribute._global_arrays import is_on_host
 
 # The rest is for the buffers of the reader.
@@ -23,6 +25,16 @@ _USABLE_SHARE = 0.9
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # The line of `status` that counts for each limit of a process.
 _COUNTED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+
+
+def all_have_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
+    """Returns whether each process can hold another copy of some arrays.
+
+    All processes must call it.
+    """
+    own = has_room(leaves, specs)
+    texts = get_peers().gather("the memory for new arrays", json.dumps(own))
+    return all(map(json.loads, texts))
 
 
 def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:

@@ -1,6 +1,6 @@
 """The arrays of a model that files hold: by path, to read and to replace."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,10 @@ import numpy as np
 
 from armillary._checks import counted, list_lines
 from armillary.checkpoint._checkpoint import Checkpoint
+from armillary.checkpoint._content import describe_leaves
+from armillary.checkpoint._in_parts import divide, restore_in_parts
 from armillary.checkpoint._put import put_all
+from armillary.checkpoint._room import all_have_room
 from armillary.checkpoint._selection import is_inside
 from armillary.distribute._global_arrays import is_key, read_part
 from armillary.pretrained._names import Names
@@ -48,10 +51,30 @@ class Arrays:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {path: leaf.shape for path, leaf in self.by_path.items()}
 
-    def replace(self, arrays: Mapping[str, Any]) -> None:
-        """Puts all arrays into the model, or none."""
-        new = {f"{_ROOT}/{path}": array for path, array in arrays.items()}
-        put_all(self._checkpoint, {**self._leaves, **new}, {})
+    def replace(
+        self, names: Sequence[str], read: Callable[[Sequence[str]], Mapping[str, Any]]
+    ) -> None:
+        """Puts new arrays into the model: all or none, if memory has room for both.
+
+        Args:
+            names: The arrays to replace.
+            read: Reads the new arrays of some names, together in all processes.
+        """
+        taken = {f"{_ROOT}/{name}": self.by_path[name] for name in names}
+        specs = describe_leaves(taken)
+
+        def read_part(paths: Sequence[str]) -> dict[str, Any]:
+            new = read([path.removeprefix(f"{_ROOT}/") for path in paths])
+            # So that this object lets go of the old arrays.
+            self.by_path.update(new)
+            return {f"{_ROOT}/{name}": array for name, array in new.items()}
+
+        if all_have_room(taken, specs):
+            put_all(self._checkpoint, {**self._leaves, **read_part([*taken])}, {})
+        else:
+            parts = divide(taken, specs)
+            taken.clear()
+            restore_in_parts(self._checkpoint, self._leaves, parts, read_part, dict)
 
 
 class ArrayView(View):

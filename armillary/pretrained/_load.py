@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,8 +58,9 @@ def load(
 
     Args:
         model: The model, such as an `nnx.Module`, a Keras model, a dictionary of
-            parameters, or a dictionary that holds an Equinox model. Its new arrays
-            exist next to the old ones for a moment.
+            parameters, or a dictionary that holds an Equinox model. If memory has no
+            room for its old and new arrays at once, about an eighth of them is replaced
+            at a time, and an error in between deletes those that were replaced.
         path: The folder of a model, the index of several files
             (`model.safetensors.index.json`), or one file. Every process must see it. A
             dictionary of NumPy arrays by name is possible, too, for other formats. The
@@ -105,16 +106,20 @@ def load(
             if not is_inside(name, left):
                 taken[name] = view
 
+        def read(names: Sequence[str]) -> dict[str, Any]:
+            new: dict[str, Any] = {}
+            with announcing_errors():
+                for name in names:
+                    leaf = arrays.by_path[name]
+                    with naming_casts(name, _NOTHING):
+                        new[name] = _read(cast_to(taken[name], leaf), leaf)
+            # No process may keep its old values if the others have the new ones.
+            peers.gather("the values of safetensors", json.dumps(len(new)))
+            return new
+
         with announcing_errors():
             _check_ties(match, arrays)
-            new: dict[str, Any] = {}
-            for name, view in taken.items():
-                leaf = arrays.by_path[name]
-                with naming_casts(name, _NOTHING):
-                    new[name] = _read(cast_to(view, leaf), leaf)
-        # No process may keep its old values if the others have the new ones.
-        peers.gather("the values of safetensors", json.dumps(len(new)))
-        arrays.replace(new)
+        arrays.replace([*taken], read)
     kept = arrays.by_path.keys() - taken.keys()
     return RestoreReport(
         path=opened.path,

@@ -62,7 +62,7 @@ def reads(monkeypatch):
             found.append([*shardings])
         return original(self, shardings, specs)
 
-    monkeypatch.setattr(_reader, "has_room", lambda leaves, specs: False)
+    monkeypatch.setattr(_room, "has_room", lambda leaves, specs: False)
     monkeypatch.setattr(_reader.FolderSource, "read_arrays", read_arrays)
     return found
 
