@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -132,6 +132,17 @@ def read_arrays(
             raise LookupError(f"it has no values of {', '.join(missing[:10])}")
         arrays |= found
     return arrays
+
+
+def count_buffer_bytes(sizes: Collection[int]) -> int:
+    """Returns the most host memory that a read takes next to the arrays it makes.
+
+    Args:
+        sizes: The bytes of this process's part of each array.
+    """
+    largest = max(sizes, default=0)
+    group = min(sum(sizes), max(_GROUP_BYTES, largest))
+    return 2 * group  # TensorStore reads into one copy, and Orbax puts it together.
 
 
 def _group(

@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 
+from armillary.checkpoint._arrays import count_buffer_bytes
 from armillary.checkpoint._content import LeafSpec
 from armillary.cluster._join import get_peers
 from armillary.distribute._global_arrays import is_on_host
 
-# The rest is for the buffers of the reader.
+# Other programs and other parts of this program need memory, too.
 _USABLE_SHARE = 0.9
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # The line of `status` that counts for each limit of a process.
@@ -46,12 +47,18 @@ def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
     """
     # By device, and `None` for the machine.
     needed: collections.Counter[Any] = collections.Counter()
+    sizes = [_count_own_bytes(leaf, specs[path]) for path, leaf in leaves.items()]
+    needed[None] = count_buffer_bytes(sizes)
     for path, leaf in leaves.items():
         for place, size in _find_parts(leaf, specs[path]):
             needed[place] += size
     return all(
         size <= _USABLE_SHARE * find_bytes_left(place) for place, size in needed.items()
     )
+
+
+def _count_own_bytes(leaf: Any, spec: LeafSpec) -> int:
+    return sum(size for _, size in _find_parts(leaf, spec))
 
 
 def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[Any, int]]:

@@ -273,8 +273,8 @@ def test_the_memory_of_devices_and_of_the_machine_counts(monkeypatch):
         "divided": jax.device_put(jnp.zeros(200, jnp.float32), sharding),
         "numpy": np.zeros(100, np.float32),
     }
-    # Devices of a CPU share the memory of the machine.
-    left[None] = 1200 / 0.9
+    # Devices of a CPU share the memory of the machine. So do two buffers of a read.
+    left[None] = 3 * 1200 / 0.9
     assert has_room(leaves)
     left[None] -= 4
     assert not has_room(leaves)

@@ -104,13 +104,14 @@ def meshes() -> dict[str, Any]:
     return found
 
 
-def limited(
-    size: int, share: float, restore_share: float, run_dir: str
-) -> dict[str, Any]:
-    """Makes, trains, saves and restores a model that does not fit into memory."""
+def limited(size: int, share: float, run_dir: str) -> dict[str, Any]:
+    """Trains a model that does not fit into memory: from its start, or from a save."""
     strategy = armillary.ShardedStrategy()
     small = strategy.make(make_state, SIZE)
-    train(strategy, *small, 1)  # Threads and buffers of JAX exist afterwards.
+    train(strategy, *small, 1)
+    # Threads and buffers of JAX and Orbax exist afterwards.
+    warm_up = armillary.Checkpoint(model=small[0])
+    warm_up.read(warm_up.save(Path(run_dir) / "small"))
 
     num_bytes = 3 * 4 * NUM_LAYERS * size**2
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -122,28 +123,24 @@ def limited(
 
     limit_memory(share)
     model, optimizer = strategy.make(make_state, size)
-    train_step = make_train_step(strategy, model, optimizer)
-    losses = [train_step(), train_step()]
-    part = model.kernels[...].addressable_shards[0].data
-
     # Small arrays, as this state is small.
     _arrays._GROUP_BYTES = num_bytes // 64
     checkpoint = armillary.Checkpoint(model=model, optimizer=optimizer)
     manager = armillary.CheckpointManager(checkpoint, run_dir)
-    manager.save(2)
-    manager.sync()
-    # Two steps are a pass over the data, so this batch comes again.
-    next_losses = [train_step(), train_step()]
-    # There is no room for the old and the new arrays of a process at once.
-    limit_memory(restore_share)
-    manager.restore_or_initialize()
-    limit_memory(share)
-    return {
-        "losses": losses,
-        "part": list(part.shape),
-        "next": next_losses,
-        "restored": [train_step(), train_step()],
-    }
+    restored = manager.restore_or_initialize()
+    if restored is not None:
+        # Threads of the reader stay, whose stacks are a tenth of this small state.
+        limit_memory(share + 0.2)
+
+    train_step = make_train_step(strategy, model, optimizer)
+    part = model.kernels[...].addressable_shards[0].data
+    # Two steps are a pass over the data, so the same batches come again.
+    losses = [train_step(), train_step()]
+    if restored is None:
+        manager.save(2)
+        manager.sync()
+    later_losses = [train_step(), train_step()]
+    return {"losses": losses, "later": later_losses, "part": list(part.shape)}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from armillary.distribute.coordinator import Server
 from armillary.errors import ClusterError
 from armillary.parameter_server import _node
 from tests.mistakes import mistakes
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 PROGRAM = """
 import logging, sys
@@ -59,39 +59,49 @@ def test_chief_workers_and_servers_run_one_program(tmp_path):
         "ps": ["127.0.0.1:3"],
     }
     tasks = [("worker", 0), ("worker", 1), ("ps", 0), ("chief", 0)]
-    processes = []
-    for job, index in tasks:
-        config = {"cluster": cluster, "task": {"type": job, "index": index}}
-        environment = {
-            **os.environ,
-            "TF_CONFIG": json.dumps(config),
-            "RAY_AUTH_TOKEN": "0" * 64,
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(program)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+    logs = [tmp_path / f"{job}_{index}.log" for job, index in tasks]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        outputs = [
-            process.communicate(timeout=patience(600))[0] for process in processes
-        ]
+        for task, log in zip(tasks, logs, strict=True):
+            if task == ("chief", 0):
+                # A process that starts after the chief does not wait for it.
+                wait_until(lambda: count(logs, "waits for the chief") == 3)
+            processes.append(start_task(program, cluster, task, log))
+        codes = [process.wait(timeout=patience(600)) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    *others, chief = outputs
-    assert "total 190.0" in chief, outputs
-    assert all("waits for the chief" in each for each in others)
+    *others, chief = [log.read_text() for log in logs]
+    assert codes == [0, 0, 0, 0], (others, chief)
+    assert "total 190.0" in chief, others
     # One worker can do all the work before the other one is there.
     assert "0 | has joined the cluster of" in "".join(others)
     assert all("0 | the chief" in each or "1 | the chief" in each for each in others)
-    assert [process.returncode for process in processes] == [0, 0, 0, 0], chief
+
+
+def start_task(program, cluster, task, log):
+    """Starts the program as one task of a cluster, with its output in a file."""
+    job, index = task
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    environment = {
+        **os.environ,
+        "TF_CONFIG": json.dumps(config),
+        "RAY_AUTH_TOKEN": "0" * 64,
+    }
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, str(program)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def count(logs, text):
+    """Returns how many files have a text."""
+    return sum(log.exists() and text in log.read_text() for log in logs)
 
 
 def resolve(task_type, cluster=CLUSTER):
