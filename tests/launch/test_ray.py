@@ -216,7 +216,8 @@ def test_a_job_shrinks_and_grows_and_reads_each_example_once(
     assert code == ExitCode.OK, stderr
     replicas = [launcher.wait_for_mark(f"replicas_{attempt}") for attempt in range(3)]
     assert replicas == [str(most), str(fewest), str(most)]
-    assert "lost after" in stderr
+    # Another worker may notice the loss of the machine before Ray does.
+    assert "lost after" in stderr or "(RESTART_REQUESTED) after" in stderr
     assert "Raylet" not in stdout
     assert f"worker 0 of {fewest}" in stderr
     for index in range(most):
