@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from armillary._process import get_process
-from armillary.checkpoint._content import LeafSpec
+from armillary.checkpoint._content import LeafSpec, group_by_bytes
 from armillary.checkpoint._folder import as_plain
 from armillary.checkpoint._storage import find_files
 
@@ -150,16 +150,10 @@ def _group(
     specs: Mapping[str, LeafSpec],
 ) -> list[list[str]]:
     """Returns the names of arrays in groups that take a limited part of the memory."""
-    groups: list[list[str]] = []
-    room = 0
+    sizes: dict[str, int] = {}
     for name, sharding in shardings.items():
-        size = specs[name].own_bytes(sharding) if name in specs else 0
-        if not groups or size > room:
-            groups.append([])
-            room = _GROUP_BYTES
-        groups[-1].append(name)
-        room -= size
-    return groups
+        sizes[name] = specs[name].own_bytes(sharding) if name in specs else 0
+    return group_by_bytes(sizes, _GROUP_BYTES)
 
 
 def _make_handler() -> Any:

@@ -88,6 +88,19 @@ def count_bytes(
     return total
 
 
+def group_by_bytes(sizes: Mapping[str, int], most: float) -> list[list[str]]:
+    """Returns names in groups of at most `most` bytes, or of one larger array."""
+    groups: list[list[str]] = []
+    room = 0.0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
 class Manifest(NamedTuple):
     """The description of a checkpoint, as its manifest has it."""
 

@@ -6,7 +6,6 @@ An error in between cannot be undone. So it deletes the new arrays, and no step 
 save can use a mixture of two states.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import jax
 
 from armillary._checks import counted
 from armillary._logging import logger
-from armillary.checkpoint._content import LeafSpec
+from armillary.checkpoint._content import LeafSpec, group_by_bytes
 from armillary.checkpoint._put import put_arrays
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ def restore_in_parts(
     Returns:
         The result of `finish`.
     """
-    logger.log(
-        logging.INFO,
+    logger.info(
         "memory has no room for old and new arrays, so the restore has %d parts.",
         len(parts),
     )
@@ -60,7 +58,7 @@ def restore_in_parts(
         _delete(checkpoint, replaced)
         if replaced:
             error.add_note(
-                f"Memory had no room for old and new values at once, so the restore "
+                "Memory had no room for old and new values at once, so the restore "
                 f"had replaced {counted(len(replaced), 'array')} of the program, "
                 "which it then deleted. Restore a checkpoint without an error, or "
                 "start the program again."
@@ -74,16 +72,7 @@ def divide(names: Iterable[str], specs: Mapping[str, LeafSpec]) -> list[list[str
     Whole arrays are counted, so the parts are the same in all processes.
     """
     sizes = {name: specs[name].own_bytes(None) for name in names}
-    limit = sum(sizes.values()) / NUM_PARTS
-    parts: list[list[str]] = []
-    room = 0.0
-    for name, size in sizes.items():
-        if not parts or size > room:
-            parts.append([])
-            room = limit
-        parts[-1].append(name)
-        room -= size
-    return parts
+    return group_by_bytes(sizes, sum(sizes.values()) / NUM_PARTS)
 
 
 def _delete(checkpoint: "Checkpoint", paths: Iterable[str]) -> None:

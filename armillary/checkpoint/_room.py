@@ -47,18 +47,16 @@ def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
     """
     # By device, and `None` for the machine.
     needed: collections.Counter[Any] = collections.Counter()
-    sizes = [_count_own_bytes(leaf, specs[path]) for path, leaf in leaves.items()]
-    needed[None] = count_buffer_bytes(sizes)
+    own_bytes: list[int] = []
     for path, leaf in leaves.items():
-        for place, size in _find_parts(leaf, specs[path]):
+        parts = list(_find_parts(leaf, specs[path]))
+        own_bytes.append(sum(size for _, size in parts))
+        for place, size in parts:
             needed[place] += size
+    needed[None] += count_buffer_bytes(own_bytes)
     return all(
         size <= _USABLE_SHARE * find_bytes_left(place) for place, size in needed.items()
     )
-
-
-def _count_own_bytes(leaf: Any, spec: LeafSpec) -> int:
-    return sum(size for _, size in _find_parts(leaf, spec))
 
 
 def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[Any, int]]:

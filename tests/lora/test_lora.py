@@ -147,7 +147,11 @@ def test_a_merged_weight_is_rounded_once_to_its_own_dtype(dtype):
 def test_a_weight_in_the_memory_of_the_host_is_merged_there():
     mesh = Mesh(np.array(jax.devices()[:2]), "fsdp")
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
-    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    check_merged_in_place(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), sharding)
+
+
+def check_merged_in_place(layer, sharding):
+    """Checks that a weight is merged where it lies, with the same values."""
     add(layer)
     set_adapters(layer)
     expected = lora.merge(layer).kernel[...]
@@ -205,14 +209,7 @@ def test_adapters_get_the_names_of_the_axes_of_their_weight():
 def test_a_merged_weight_has_the_sharding_of_the_weight():
     mesh = Mesh(np.array(jax.devices()[:4]), "fsdp")
     sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-    layer = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
-    add(layer)
-    set_adapters(layer)
-    expected = lora.merge(layer).kernel[...]
-    layer.kernel.set_value(jax.device_put(layer.kernel[...], sharding))
-    merged = lora.merge(layer).kernel[...]
-    assert merged.sharding == sharding
-    np.testing.assert_allclose(merged, expected, rtol=1e-6)
+    check_merged_in_place(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), sharding)
 
 
 def test_the_base_is_all_parameters_but_the_adapters():
