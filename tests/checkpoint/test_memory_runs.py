@@ -16,6 +16,28 @@ class Stop(Exception):  # noqa: N818
     pass
 
 
+def make_run(
+    tmp_path: Path, stop_at: int | None = None, checkpoint_interval: int = 8, **options
+) -> tuple[program.Trainer, armillary.Controller]:
+    """Makes a training that waits for each snapshot, and fails from a step on."""
+    trainer = program.Trainer(armillary.OneDeviceStrategy("cpu:0"), STEPS)
+    manager = CheckpointManager(
+        Checkpoint(trainer=trainer, data=trainer.train_dataset),
+        tmp_path / "run",
+        checkpoint_interval=checkpoint_interval,
+        **options,
+    )
+    assert (manager.memory is not None) == bool(options)
+
+    def act(_: object) -> None:
+        if manager.memory is not None:
+            manager.memory.sync()
+        if stop_at is not None and int(trainer.optimizer.step[...]) >= stop_at:
+            raise Stop
+
+    return trainer, program.make_controller(trainer, manager, train_actions=[act])
+
+
 def train(
     tmp_path: Path, stop_at: int | None = None, **options
 ) -> tuple[int, dict[str, object]]:
@@ -24,21 +46,7 @@ def train(
     Returns:
         The step at the start, and the final state.
     """
-    trainer = program.Trainer(armillary.OneDeviceStrategy("cpu:0"), STEPS)
-    manager = CheckpointManager(
-        Checkpoint(trainer=trainer, data=trainer.train_dataset),
-        tmp_path / "run",
-        checkpoint_interval=8,
-        **options,
-    )
-
-    def act(_: object) -> None:
-        if manager.memory is not None:
-            manager.memory.sync()
-        if stop_at is not None and int(trainer.optimizer.step[...]) >= stop_at:
-            raise Stop
-
-    controller = program.make_controller(trainer, manager, train_actions=[act])
+    trainer, controller = make_run(tmp_path, stop_at, **options)
     start = int(trainer.optimizer.step[...])
     controller.train(STEPS)
     return start, program.describe(trainer)
@@ -74,21 +82,7 @@ def test_values_before_the_first_loop_are_not_kept(tmp_path, memory):
 def test_two_trainings_in_one_program_continue_from_memory(tmp_path, memory):
     _, expected = train(tmp_path / "whole")
     options = {"memory_interval_seconds": 1e-9, "memory_directory": memory}
-    trainer = program.Trainer(armillary.OneDeviceStrategy("cpu:0"), STEPS)
-    manager = CheckpointManager(
-        Checkpoint(trainer=trainer, data=trainer.train_dataset),
-        tmp_path / "run",
-        checkpoint_interval=100,
-        **options,
-    )
-
-    def act(_: object) -> None:
-        assert manager.memory is not None
-        manager.memory.sync()
-        if int(trainer.optimizer.step[...]) >= 20:
-            raise Stop
-
-    controller = program.make_controller(trainer, manager, train_actions=[act])
+    _, controller = make_run(tmp_path, stop_at=20, checkpoint_interval=100, **options)
     controller.train(8)
     with pytest.raises(Stop):
         controller.train(STEPS)
