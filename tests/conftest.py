@@ -22,7 +22,7 @@ import pytest
 from tests.patience import calibrate
 
 calibrate()
-pytest_plugins = ["tests.left_out"]
+pytest_plugins = ["tests.left_out", "tests.memory"]
 
 # A shell ignores these signals for programs in the background. Tests send them to
 # themselves and to processes that they start.
