@@ -6,14 +6,29 @@ nest counts as a change.
 """
 
 from collections.abc import Collection
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
 
 from armillary.state._adapters import node_adapter
 from armillary.state._slots import ABSENT, PLAIN, describe, is_equal
 from armillary.state._walk import HolderFact, Walk
 
+_LEAF = jax.tree.structure(0)
+
 Facts: TypeAlias = dict[tuple[str, Any], Any]
 """The plain values that a walk found, by the path and the name of their place."""
+
+
+class _SlotFact(NamedTuple):
+    """A slot as walks compare it: its structure, and which of its leaves are arrays."""
+
+    structure: Any
+    is_dynamic: tuple[bool, ...]
+
+    def describe(self) -> str:
+        is_array = self.structure == _LEAF
+        return "an array" if is_array else f"tree structure {self.structure}"
 
 
 def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
@@ -42,8 +57,7 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
                     continue
 
                 # The arrays of a slot may change, and nothing else in it.
-                structure = (slot.treedef, slot.is_dynamic)
-                facts[place, name] = HolderFact(value, structure, path="")
+                facts[place, name] = _SlotFact(slot.treedef, tuple(slot.is_dynamic))
                 for leaf_path, leaf in slot.others:
                     facts[leaf_path, None] = walk.fact(leaf)
     return facts
@@ -86,19 +100,21 @@ def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
 
 def _became(old: Any, new: Any) -> str:
     """Returns a sentence on the old and the new value of a place."""
-    if isinstance(old, HolderFact):
-        old = old.value
-    if isinstance(new, HolderFact):
-        new = new.value
     if old is ABSENT:
-        return f"{describe(new)} was put there"
+        return f"{_describe(new)} was put there"
     if new is ABSENT:
-        return f"{describe(old)} was removed"
-    before = describe(old)
-    now = describe(new)
+        return f"{_describe(old)} was removed"
+    before = _describe(old)
+    now = _describe(new)
     if before == now:
         return f"{before} has changed"
     is_plain_of_same_type = type(old) is type(new) and type(old) in PLAIN
     if is_plain_of_same_type:
         now = repr(new)[:60]  # The sentence has named the type already.
     return f"{before} became {now}"
+
+
+def _describe(fact: Any) -> str:
+    if isinstance(fact, _SlotFact):
+        return fact.describe()
+    return describe(fact.value if isinstance(fact, HolderFact) else fact)

@@ -48,6 +48,7 @@ class State:
         self._functions = functions
         self._walk = Walk(self.roots)
         self.slots: tuple[Slot, ...] = tuple(by_path(self._walk.slots.values()))
+        self._walk.forget_arrays()
         # The nodes of some libraries belong to a trace, as their variables do.
         objects = [node.value for node in self._walk.nodes.values()]
         self._nodes = [value for value in objects if is_tree_node(value)]

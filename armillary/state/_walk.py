@@ -58,6 +58,9 @@ _MANY_BYTES = 1 << 20
 _Further: TypeAlias = Callable[[int], Iterable[int]]
 """A function from a holder to the next ones, by `id`."""
 
+_FORGOTTEN = object()
+"""Takes the place of the value of a slot, after a walk."""
+
 
 class Node(NamedTuple):
     """A holder that was found. Without parts, it is a mutable value, such as a set."""
@@ -268,6 +271,27 @@ class Walk:
         """
         for function in self.compiled:
             function.clear_cache()
+
+    @functools.cached_property
+    def names_of_slots(self) -> dict[int, set[Any]]:
+        """The names of places with a slot, by the `id` of the source of their part."""
+        names: dict[int, set[Any]] = collections.defaultdict(set)
+        for key in self.slots:
+            if isinstance(key, tuple):
+                source, name = key
+                names[source].add(name)
+        return names
+
+    def forget_arrays(self) -> None:
+        """Lets go of the values of slots, which take memory and soon are outdated."""
+        for node in self.nodes.values():
+            for part in node.parts:
+                names = self.names_of_slots.get(id(part.source))
+                if names is None:
+                    continue
+                for i, name in enumerate(part.names):
+                    if name in names:
+                        part.values[i] = _FORGOTTEN
 
     def holding_slots(self) -> set[int]:
         """Returns the holders of slots; a variable without a holder is its own."""

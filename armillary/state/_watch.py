@@ -61,10 +61,10 @@ class Watch:
         root = 0 if names is None else id(walk.first_root)
         # The names of slots and constants, by the `id` of their place.
         without: dict[int, set[Any]] = collections.defaultdict(set)
-        for key in (*walk.slots, *walk.globals):
-            if isinstance(key, tuple):
-                source, name = key
-                without[source].add(name)
+        for source, names_of_slots in walk.names_of_slots.items():
+            without[source] |= names_of_slots
+        for source, name in walk.globals:
+            without[source].add(name)
 
         self._views: list[Iterable[Any]] = []  # containers, to iterate over in C
         self._looks: list[_Look] = []
