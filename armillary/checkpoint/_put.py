@@ -12,6 +12,7 @@ from armillary.checkpoint._in_place import find_containers, put_in_place
 from armillary.checkpoint._packed import read_state
 from armillary.checkpoint._selection import is_inside, show_parts, show_path
 from armillary.cluster._join import get_peers
+from armillary.distribute.program._flat_state import forget_everywhere
 from armillary.state._slots import Slot
 
 if TYPE_CHECKING:
@@ -58,11 +59,16 @@ def put_all(
 def put_arrays(checkpoint: "Checkpoint", arrays: Mapping[str, Any]) -> None:
     """Puts some arrays into their places, by path, and lets go of the old ones."""
     containers = find_containers(checkpoint.objects.values())
+    replaced: list[Any] = []
     for slot in checkpoint.find_slots():
         if arrays.keys().isdisjoint(slot.paths):
             continue
-        own = zip(slot.paths, slot.read(), strict=True)
-        _write(slot, [arrays.get(path, old) for path, old in own], containers)
+        before = dict(zip(slot.paths, slot.read(), strict=True))
+        _write(
+            slot, [arrays.get(path, old) for path, old in before.items()], containers
+        )
+        replaced += [old for path, old in before.items() if path in arrays]
+    forget_everywhere(replaced)
 
 
 def put_states(

@@ -14,7 +14,8 @@ Arrays are compared by identity to detect this case, in passes that Python makes
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -165,6 +166,7 @@ class FlatState:
         # The values in the places, and the places whose values are not in `arrays`.
         self._held = self._read()
         self._stale = set(range(len(self._places)))
+        _flat_states.add(self)
 
     def _keep_on_host(self, leaves: Sequence[Any]) -> None:
         """Finds the arrays that the user keeps in the memory of the host.
@@ -425,6 +427,15 @@ class FlatState:
                 with uninterrupted():
                     self.write_back()
 
+    def forget(self, arrays: Collection[int]) -> None:
+        """Lets go of the arrays with these identities, which places no longer have."""
+        for number, (_, start, stop) in enumerate(self._places):
+            for i in range(start, stop):
+                if id(self.arrays[i]) in arrays:
+                    self.arrays[i] = None
+                    # No place holds `None`, so `_look` finds the place.
+                    self._held[number] = None
+
     def _read(self) -> list[Any]:
         """Returns the values in all places, in their order."""
         values: list[Any] = []
@@ -508,6 +519,20 @@ class FlatState:
         for i in moved:
             [arrays[i]] = _copy([arrays[i]])
         return moved
+
+
+_flat_states: "weakref.WeakSet[FlatState]" = weakref.WeakSet()
+
+
+def forget_everywhere(arrays: Iterable[Any]) -> None:
+    """Lets go of arrays that were replaced in their places, to free their memory.
+
+    A flat state holds the arrays of the last program until the next program. Nothing
+    may be running that has taken these arrays.
+    """
+    identities = set(map(id, arrays))
+    for flat in _flat_states:
+        flat.forget(identities)
 
 
 def _move(array: Any, sharding: Any, space: Any) -> Any:
