@@ -190,6 +190,10 @@ class BatchLayout(Protocol):
         """Returns the parts that `place` takes from an array of this process."""
         ...
 
+    def count_parts(self, num_examples: int) -> int:
+        """Returns the number of different parts of a batch that devices hold."""
+        ...
+
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         """Returns the types of the arrays that `place` returns, with shardings."""
 

@@ -27,6 +27,7 @@ from armillary.trainer._hooks import map_output
 from armillary.trainer._last_batch import check_last_batch
 from armillary.trainer._loop_guard import LoopCheck, LoopGuard
 from armillary.trainer._origin import find_origin
+from armillary.trainer._repeated_work import warn_of_repeated_work
 from armillary.trainer._setup import Setup
 from armillary.trainer._step_method import StepMethod, check_step_signature
 from armillary.trainer._tracer import StepPrograms
@@ -191,6 +192,7 @@ class Loop:
         types = [reader.data.gather.types(batch) for reader, batch in pairs]
         active = tuple(batch.active for batch in first)
         batches_per_step = self._programs.count_batches(types, active)
+        warn_of_repeated_work(self._strategy.layout, types)
 
         if batches_per_step == (1,) and not self._method.is_evaluation:
             # A batch that is cut into parts may have a size that the step refuses.

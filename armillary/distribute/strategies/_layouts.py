@@ -117,6 +117,10 @@ class SingleLayout(_OneReplica, _TakesAll):
     def of_pipelines(self) -> Self:
         return self
 
+    def count_parts(self, num_examples: int) -> int:
+        del num_examples
+        return 1
+
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         return _describe(
             types,
@@ -197,6 +201,10 @@ class ReplicaLayout(_OnMesh, _TakesAll):
 
     num_shares = num_replicas
 
+    def count_parts(self, num_examples: int) -> int:
+        del num_examples
+        return self.num_replicas
+
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         sharding = self._sharding(len(leading), None)
         return _describe(
@@ -239,6 +247,9 @@ class MeshLayout(_OneReplica, _OnMesh):
     @property
     def num_shares(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def count_parts(self, num_examples: int) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self._axes_for(num_examples))
 
     def placed_types(self, types: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
         def whole(shape: tuple[int, ...]) -> tuple[int, ...]:
