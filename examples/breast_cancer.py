@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     train, test = load_data()
     train_data = armillary.data.from_arrays(
         train, batch_size=32, shuffle_seed=0, repeat=True

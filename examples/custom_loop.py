@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     train, test = load_data()
     # One pass over the data for each `iter`, in another order each time.
     train_data = armillary.data.from_arrays(

@@ -160,7 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     images, digits = load_digits(return_X_y=True)
     data = {
         "image": images.astype("float32") / 8.0 - 1.0,

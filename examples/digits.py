@@ -1,4 +1,4 @@
-"""Trains a small CNN on handwritten digits, on several virtual CPU devices.
+"""Trains a small CNN on handwritten digits, on several devices.
 
 It shows a trainer and an evaluator under a controller, with checkpoints and summaries.
 The data are the 1,797 images that come with scikit-learn, so nothing is downloaded.
@@ -127,7 +127,8 @@ def main() -> None:
     # A CPU counts as one device, unless this is set before JAX is used.
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    # All GPUs or TPUs of this machine. If it has none, the devices of its CPU.
+    strategy = armillary.MirroredStrategy()
     train, test = load_data()
     train_data = armillary.data.from_arrays(
         train, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True

@@ -131,7 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     model = strategy.make(lambda: GPT(**MODEL, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model)
     base, evaluator = make_trainer(imitate, graph, {"policy": parameters}, strategy)

@@ -131,7 +131,7 @@ def main() -> None:
         armillary.data.from_arrays(
             train, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True
         ),
-        strategy=armillary.MirroredStrategy(jax.devices("cpu")),
+        strategy=armillary.MirroredStrategy(),
     )
     test_data = armillary.data.from_arrays(test, batch_size=BATCH_SIZE)
     controller = armillary.Controller(

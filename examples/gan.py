@@ -184,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     images, _ = load_digits(return_X_y=True)
     images = images.astype("float32") / 16.0
     noise = np.random.default_rng(0).normal(size=(len(images), NOISE_SIZE))

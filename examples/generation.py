@@ -164,13 +164,10 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    devices = jax.devices("cpu")
     strategies = {
-        "one": lambda: armillary.OneDeviceStrategy("cpu:0"),
-        "mirrored": lambda: armillary.MirroredStrategy(devices),
-        "sharded": lambda: armillary.ShardedStrategy(
-            devices=devices, logical_rules=LOGICAL_RULES
-        ),
+        "one": lambda: armillary.OneDeviceStrategy(jax.devices()[0]),
+        "mirrored": armillary.MirroredStrategy,
+        "sharded": lambda: armillary.ShardedStrategy(logical_rules=LOGICAL_RULES),
     }
     train, held_out, characters = load_data()
     model_options = {

@@ -302,11 +302,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", options.devices)
 
     if options.strategy == "sharded":
-        strategy = armillary.ShardedStrategy(
-            options.mesh, devices=jax.devices("cpu"), logical_rules=LOGICAL_RULES
-        )
+        strategy = armillary.ShardedStrategy(options.mesh, logical_rules=LOGICAL_RULES)
     else:
-        strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+        strategy = armillary.MirroredStrategy()
     train, held_out, characters = load_data()
     share = np.mean(train["segment_ids"] > 0)
     print(f"{len(train['tokens'])} rows, {share:.1%} of the tokens are text")

@@ -185,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     train_source, test_source = load_data()
     train_data = make_train_data(train_source)
     test_data = make_test_data(test_source)

@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    mirrored_strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    mirrored_strategy = armillary.MirroredStrategy()
     config = estimator.RunConfig(
         train_distribute=mirrored_strategy,
         eval_distribute=mirrored_strategy,

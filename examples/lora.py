@@ -131,7 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     old_data, _ = load_data(first=0)
     new_data, test_data = load_data(first=5)
     model = Network(nnx.Rngs(0))

@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     trainer, evaluator = make_trainer(strategy, options.prompts)
     before = evaluator.evaluate(-1)["reward"]
     controller = armillary.Controller(

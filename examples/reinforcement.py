@@ -164,11 +164,12 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=32, help="in each step")
     parser.add_argument("--devices", type=int, default=2, help="virtual CPU devices")
     options = parser.parse_args()
-    if options.episodes < 1 or options.episodes % options.devices:
-        parser.error("--episodes must be a multiple of --devices")
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
+    num_replicas = strategy.num_replicas_in_sync
+    if options.episodes < 1 or options.episodes % num_replicas:
+        parser.error(f"--episodes must be a multiple of {num_replicas}, the devices")
     with strategy.scope():
         policy = Policy(nnx.Rngs(0))
         optimizer = nnx.Optimizer(policy, optax.adam(1e-2), wrt=nnx.Param)

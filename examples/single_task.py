@@ -176,7 +176,7 @@ def main() -> None:
         train, batch_size=32, shuffle_seed=0, repeat=True
     )
     test_data = armillary.data.from_arrays(test, batch_size=32)
-    strategy = armillary.MirroredStrategy(jax.devices("cpu"))
+    strategy = armillary.MirroredStrategy()
     with strategy.scope():
         model = Classifier(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -13,6 +13,11 @@ from tests.examples.running import read_accuracy, run_well
 from tests.patience import patience
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_a_program_trains_on_gpus_where_there_are_some(path):
+    assert not re.search(r"devices\(.cpu|.cpu:\d", path.read_text())
+
+
 @pytest.mark.slow
 def test_digits_reaches_its_accuracy_and_resumes(tmp_path):
     cache = tmp_path / "compiled"
