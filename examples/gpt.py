@@ -17,6 +17,7 @@ and training continues from the last checkpoint, also with another strategy.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -30,6 +31,7 @@ import armillary
 
 LENGTH = 128  # tokens in a row
 BATCH_SIZE = 16
+NUM_HEADS = 4
 EDGE = 0  # the token before and after each paragraph
 LOGICAL_RULES = {
     "embed": "fsdp",
@@ -42,12 +44,12 @@ LOGICAL_RULES = {
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
-def make_dense(before: str, after: str, sizes: dict, rngs: nnx.Rngs) -> nnx.Linear:
+def make_dense(
+    sizes: tuple[int, int], axes: tuple[str, str], rngs: nnx.Rngs
+) -> nnx.Linear:
     """Returns a dense layer whose kernel has a name for each axis."""
-    kernel_init = nnx.with_partitioning(
-        nnx.initializers.lecun_normal(), (before, after)
-    )
-    return nnx.Linear(sizes[before], sizes[after], kernel_init=kernel_init, rngs=rngs)
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+    return nnx.Linear(*sizes, kernel_init=kernel_init, rngs=rngs)
 
 
 class Block(nnx.Module):
@@ -55,14 +57,13 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs) -> None:
         self.num_heads = num_heads
-        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
-        sizes = {"embed": width, "heads": 3 * width, "mlp": 4 * width}
-        self.attention_in = make_dense("embed", "heads", sizes, rngs)
-        self.attention_out = make_dense(
-            "heads", "embed", {**sizes, "heads": width}, rngs
-        )
-        self.up = make_dense("embed", "mlp", sizes, rngs)
-        self.down = make_dense("mlp", "embed", sizes, rngs)
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        # Query, key and value of all heads come from one product.
+        self.attention_in = make_dense((width, 3 * width), ("embed", "heads"), rngs)
+        self.attention_out = make_dense((width, width), ("heads", "embed"), rngs)
+        self.up = make_dense((width, 4 * width), ("embed", "mlp"), rngs)
+        self.down = make_dense((4 * width, width), ("mlp", "embed"), rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the next activations, of the same shape: `(batch, length, width)`."""
@@ -73,14 +74,14 @@ class Block(nnx.Module):
     def project(self, x: jax.Array) -> jax.Array:
         """Returns query, key and value: `(3, batch, length, heads, size)`."""
         size = x.shape[-1] // self.num_heads
-        projected = self.attention_in(self.norms[0](x))
+        projected = self.attention_in(self.attention_norm(x))
         heads = projected.reshape(*x.shape[:2], 3, self.num_heads, size)
         return jnp.moveaxis(heads, 2, 0)
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the next activations, from the attended values of each head."""
         x = x + self.attention_out(attended.reshape(x.shape))
-        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
 class GPT(nnx.Module):
@@ -104,7 +105,7 @@ class GPT(nnx.Module):
         @nnx.split_rngs(splits=depth)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "blocks"})
         def make_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(width, 4, rngs)
+            return Block(width, NUM_HEADS, rngs)
 
         self.blocks = make_blocks(rngs)
 
@@ -180,6 +181,7 @@ def compute_losses(model: GPT, batch: dict) -> tuple[jax.Array, jax.Array]:
 
 
 def add_perplexity(metrics: dict, state: dict) -> dict:
+    """Returns the perplexity of a loop or an evaluation, from its exact loss."""
     del state
     return {"perplexity": np.exp(metrics["loss"])}
 
@@ -199,7 +201,7 @@ def split(batch: dict, num_parts: int) -> dict:
 
 def make_step(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, num_parts: int
-):
+) -> Callable[[dict, dict], tuple[dict, dict]]:
     """Returns the step, which accumulates the gradients of parts of each batch."""
 
     def step(state: dict, batch: dict) -> tuple[dict, dict]:
@@ -262,7 +264,10 @@ def make_trainer(
 
 
 def sample(model: GPT, characters: str, seed: int = 0) -> str:
-    """Returns a paragraph of at most `LENGTH` characters that the model writes."""
+    """Returns a paragraph of at most `LENGTH` characters that the model writes.
+
+    Each new token runs the model on the whole row. `decoding.py` has a cache instead.
+    """
     ones, positions = jnp.ones((1, LENGTH), int), jnp.arange(LENGTH)[None]
 
     def add_token(tokens: jax.Array, now: tuple) -> tuple:
