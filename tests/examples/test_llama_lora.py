@@ -13,19 +13,14 @@ from safetensors.numpy import load_file, save_file
 from tests.environment import forget_devices
 from tests.examples.decoder_reference import LLAMA, make_arrays, write_model
 from tests.examples.loading import EXAMPLES, load_example
-from tests.examples.running import read_steps, run_well
+from tests.examples.running import read_steps, run_example, run_well
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.slow
 
 
 def make_arguments(folder: Path) -> list[str]:
-    options = {
-        "--model": folder.parent / "llama",
-        "--run-dir": folder,
-        "--steps": 60,
-    }
-    return [str(word) for pair in options.items() for word in pair]
+    return ["--run-dir", str(folder), "--steps", "60"]
 
 
 def run_and_kill(folder: Path) -> None:
@@ -58,7 +53,7 @@ def test_a_model_in_bfloat16_is_trained_on_its_own_tokens(tmp_path):
     text.write_text(" ".join(f"w{number}" for number in numbers))
 
     example = load_example("llama_lora")
-    tokens = example.read_tokens(text, folder)
+    tokens = example.read_tokens(text, folder / "tokenizer.json")
     np.testing.assert_array_equal(tokens, numbers[:-3].reshape(10, 65))
 
     options = ("--model", folder, "--text", text, "--run-dir", tmp_path / "run")
@@ -67,6 +62,14 @@ def test_a_model_in_bfloat16_is_trained_on_its_own_tokens(tmp_path):
     assert {value.dtype for value in merged.values()} == {np.dtype("bfloat16")}
     changed = {name for name in half if not np.array_equal(half[name], merged[name])}
     assert changed == {name for name in half if "_proj.weight" in name}
+
+
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
+    options = ("--model", tmp_path / "lama", "--run-dir", tmp_path / "run")
+    result = run_example("llama_lora.py", *options)
+    assert result.returncode != 0
+    assert "lama/config.json" in result.stderr
+    assert not (tmp_path / "lama").exists()
 
 
 def test_a_kill_changes_nothing_and_only_adapted_weights_change(tmp_path):
@@ -82,7 +85,7 @@ def test_a_kill_changes_nothing_and_only_adapted_weights_change(tmp_path):
     )
     assert killed == whole
 
-    base = load_file(tmp_path / "llama" / "model.safetensors")
+    base = load_file(tmp_path / "whole" / "tiny" / "model.safetensors")
     merged = load_file(tmp_path / "whole" / "merged" / "model.safetensors")
     assert merged.keys() == base.keys()
     changed = {name for name in base if not np.array_equal(base[name], merged[name])}
