@@ -197,6 +197,26 @@ def test_the_page_of_examples_has_each_program():
     assert programs == read_examples().keys()
 
 
+def test_each_program_has_a_time_and_a_result():
+    rows = re.findall(
+        r"^\| \[[^\]]+\]\([\w/]+\.py\) \|.*\| `[^`]+` \| (.*) \| (.*) \|$",
+        (EXAMPLES / "README.md").read_text(),
+        re.M,
+    )
+    assert len(rows) == len(read_examples())
+    for time, result in rows:
+        assert re.fullmatch(r"\d+ s|-", time), time
+        assert re.search(r"\d", result), result
+
+
+def test_the_results_of_the_notebooks_are_what_they_print():
+    page = (EXAMPLES / "README.md").read_text()
+    rows = re.findall(r"\((notebooks/\w+\.ipynb)\) \|.*? \| (.*) \|$", page, re.M)
+    assert len(rows) == len(list(EXAMPLES.glob("notebooks/*.ipynb")))
+    for name, result in rows:
+        assert result.split()[-1] in (EXAMPLES / name).read_text(), name
+
+
 def test_a_command_of_an_example_has_options_that_exist(capsys):
     launch_help = read_help(capsys, "launch")
     for name, command in read_examples().items():
