@@ -93,11 +93,11 @@ class Evaluator(armillary.StandardEvaluator):
 
 def apply(model: BertClassifier, batch: dict) -> tuple[jax.Array, jax.Array]:
     """Returns the logits of a batch and the loss of each of its pairs."""
-    words, types = (
-        batch[name if name in batch else OTHER_NAMES[name]]
-        for name in ("input_ids", "segment_ids")
-    )
-    logits = model(words, batch["input_mask"], types)
+
+    def read(name: str) -> jax.Array:
+        return batch[name if name in batch else OTHER_NAMES[name]]
+
+    logits = model(read("input_ids"), batch["input_mask"], read("segment_ids"))
     return logits, cross_entropy(logits, batch["label_ids"])
 
 

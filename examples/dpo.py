@@ -12,6 +12,7 @@ continue from their last checkpoints.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -47,11 +48,12 @@ def make_pairs(num_pairs: int, seed: int) -> dict[str, np.ndarray]:
     return {name: rows[is_pair].astype(np.int32) for name, rows in pairs.items()}
 
 
-def score_pairs(model: GPT, pairs: dict) -> tuple:
+def score_pairs(model: GPT, pairs: dict) -> tuple[jax.Array, jax.Array]:
     """Returns the log-likelihoods of the chosen and of the rejected responses."""
     tokens = jnp.concatenate([pairs["chosen"], pairs["rejected"]])
     weights = jnp.ones(tokens.shape).at[:, : 1 + SIZE].set(0)  # of the prompt
-    return tuple(jnp.split(score(model, tokens, weights), 2))
+    chosen, rejected = jnp.split(score(model, tokens, weights), 2)
+    return chosen, rejected
 
 
 def imitate(model: GPT, _state: dict, pairs: dict) -> tuple[jax.Array, dict]:
@@ -75,8 +77,21 @@ def prefer(model: GPT, state: dict, pairs: dict) -> tuple[jax.Array, dict]:
     return -nnx.log_sigmoid(margins), {"accuracy": accuracy, "margin": margins}
 
 
-def make_trainer(compute_losses, graph: nnx.GraphDef, state: dict, strategy) -> tuple:
-    """Returns a trainer of the policy in a state, and an evaluator on other pairs."""
+def make_trainer(
+    compute_losses: Callable[[GPT, dict, dict], tuple[jax.Array, dict]],
+    graph: nnx.GraphDef,
+    state: dict,
+    strategy: armillary.distribute.Strategy,
+) -> tuple[armillary.StepTrainer, armillary.StepEvaluator]:
+    """Returns a trainer of the policy in a state, and an evaluator on other pairs.
+
+    Args:
+        compute_losses: `imitate` or `prefer`: a function of a policy, the state and
+            pairs. It returns a loss for each pair, and metrics.
+        graph: The structure of the policy.
+        state: The arrays of the `policy`, and of the `reference` if there is one.
+        strategy: The strategy.
+    """
     optimizer = optax.adam(1e-3)
 
     def step(state: dict, pairs: dict) -> tuple[dict, dict]:
@@ -105,7 +120,12 @@ def make_trainer(compute_losses, graph: nnx.GraphDef, state: dict, strategy) -> 
     return trainer, armillary.StepEvaluator(evaluate, trainer, held_out)
 
 
-def train(trainer, evaluator, run_dir: Path, num_steps: int) -> dict:
+def train(
+    trainer: armillary.StepTrainer,
+    evaluator: armillary.StepEvaluator,
+    run_dir: Path,
+    num_steps: int,
+) -> dict:
     """Trains up to a step, and returns the metrics of the evaluation."""
     controller = armillary.Controller(
         trainer=trainer,

@@ -12,6 +12,7 @@ Run the same command again, and training continues from the last checkpoint.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import equinox as eqx
@@ -66,7 +67,9 @@ def make_state(optimizer: optax.GradientTransformation, seed: int = 0) -> dict:
     }
 
 
-def make_step(optimizer: optax.GradientTransformation):
+def make_step(
+    optimizer: optax.GradientTransformation,
+) -> Callable[[dict, dict], tuple[dict, dict]]:
     """Returns the step, which runs on every replica."""
 
     def step(state: dict, batch: dict) -> tuple[dict, dict]:

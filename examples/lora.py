@@ -95,9 +95,26 @@ def load_data(first: int) -> tuple[dict, dict]:
 
 
 def train(
-    model: Network, data: dict, wrt, strategy, folder: Path, steps: int, leave_out=None
+    model: Network,
+    data: dict,
+    *,
+    wrt: type[nnx.Param],
+    strategy: armillary.distribute.Strategy,
+    folder: Path,
+    num_steps: int,
+    leave_out: list | None = None,
 ) -> None:
-    """Trains up to a step. A run that was stopped continues."""
+    """Trains the variables of one type up to a step. A stopped run continues.
+
+    Args:
+        model: The model.
+        data: The images and labels to train on.
+        wrt: The type of the variables to train.
+        strategy: The strategy.
+        folder: The folder of the checkpoints and the summaries.
+        num_steps: The step to end at.
+        leave_out: The frozen variables, of which checkpoints hold only digests.
+    """
     source = armillary.data.from_arrays(
         data, batch_size=BATCH_SIZE, shuffle_seed=0, repeat=True
     )
@@ -115,7 +132,7 @@ def train(
             checkpoint_interval=100,
         ),
     )
-    controller.train(steps)
+    controller.train(num_steps)
 
 
 def compute_accuracy(model: Network, data: dict) -> float:
@@ -136,28 +153,40 @@ def main() -> None:
     new_data, test_data = load_data(first=5)
     model = Network(nnx.Rngs(0))
     run_dir = options.run_dir
-    train(model, old_data, nnx.Param, strategy, run_dir / "base", BASE_STEPS)
+    train(
+        model,
+        old_data,
+        wrt=nnx.Param,
+        strategy=strategy,
+        folder=run_dir / "base",
+        num_steps=BASE_STEPS,
+    )
 
     armillary.lora.add(model, rank=options.rank, where="kernel", rngs=nnx.Rngs(1))
     before = compute_accuracy(model, test_data)
     num_adapters = count(model, nnx.LoRAParam)
     print(f"Trains {num_adapters} of {count(model, nnx.Param)} parameters")
-    adapted_dir = run_dir / "adapted"
-    base = armillary.lora.base(model)
-    steps = options.steps
-    train(model, new_data, nnx.LoRAParam, strategy, adapted_dir, steps, leave_out=base)
+    train(
+        model,
+        new_data,
+        wrt=nnx.LoRAParam,
+        strategy=strategy,
+        folder=run_dir / "adapted",
+        num_steps=options.steps,
+        leave_out=armillary.lora.base(model),
+    )
 
     merged = armillary.lora.merge(model)
     export = armillary.actions.ExportModel(
         lambda images: {"digit": 5 + merged(images).argmax(axis=-1)},
         armillary.actions.ExportFileManager(
-            run_dir / "exports" / "model", next_id_fn=lambda: steps
+            run_dir / "exports" / "model", next_id_fn=lambda: options.steps
         ),
         args=(jax.ShapeDtypeStruct((1, 64), "float32"),),
         polymorphic_batch_size=True,
     )
     export(None)
-    print(f"The export is {run_dir}/exports/model-{steps}")
+    print(f"The export is {run_dir}/exports/model-{options.steps}")
     print(f"Test accuracy {before:.2%} before")
     print(f"Test accuracy {compute_accuracy(merged, test_data):.2%}")
 

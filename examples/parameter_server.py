@@ -77,9 +77,8 @@ def main() -> None:
         summary_dir=options.run_dir,
         strategy=strategy,
     )
-    output = controller.train_and_evaluate(options.steps, eval_interval=500)
-    accuracy = 100 * float(output["accuracy"])
-    print(f"Test accuracy {accuracy:.2f}% after {int(optimizer.step[...])} steps.")
+    result = controller.train_and_evaluate(options.steps, eval_interval=500)
+    print(f"Test accuracy {result['accuracy']:.2%}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ same command again, and training continues from the last checkpoint.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -52,7 +53,9 @@ def compute_rewards(tokens: jax.Array) -> jax.Array:
     return jnp.mean(tokens[:, 1:] == expected, axis=1)
 
 
-def respond(policy: GPT, letters: jax.Array, keys: jax.Array, sampling: Sampling):
+def respond(
+    policy: GPT, letters: jax.Array, keys: jax.Array, sampling: Sampling
+) -> jax.Array:
     """Returns the prompts with responses of a policy: `(batch, 1 + SIZE)`."""
     prompts = letters[:, None]
     sizes = jnp.ones_like(letters)
@@ -71,7 +74,9 @@ def compare_in_groups(rewards: jax.Array) -> jax.Array:
     return (rewards - means) / (deviations + 1e-4)
 
 
-def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation):
+def make_step(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation
+) -> Callable[[dict, dict], tuple[dict, dict]]:
     """Returns the step, which draws responses and makes the better ones more likely."""
     seed = jax.random.key(1)
 

@@ -31,7 +31,15 @@ def test_training_keeps_the_frozen_weights_bit_for_bit(tmp_path):
 
     data, _ = lora.load_data(first=5)
     strategy = armillary.MirroredStrategy(jax.devices("cpu")[:2])
-    lora.train(model, data, nnx.LoRAParam, strategy, tmp_path, 20, leave_out=base)
+    lora.train(
+        model,
+        data,
+        wrt=nnx.LoRAParam,
+        strategy=strategy,
+        folder=tmp_path,
+        num_steps=20,
+        leave_out=base,
+    )
 
     for expected, found in zip(before, base, strict=True):
         np.testing.assert_array_equal(found, expected)
