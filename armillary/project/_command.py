@@ -91,6 +91,6 @@ def _run(directory: Path) -> ExitCode:
         "  pip install -e . pytest  # in the environment where Armillary is installed\n"
         f"  python -m {directory.resolve().name}.main\n"
         "  python -m pytest\n"
-        "  grep -rn TODO .\n"
+        "  grep -rnI TODO . --exclude-dir=.venv\n"
     )
     return ExitCode.OK
