@@ -26,7 +26,11 @@ NIGHTLY_PIP = .venv-nightly/bin/python -m pip --disable-pip-version-check -q ins
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-peers bench-ps versions versions-short compare-sets oldest other test-other nightly test test-all test-slow coverage docs libraries plan-wheels plans dist differential soak busy size check lint format types layers spelling clean
+.PHONY: help setup demo clean \
+  test test-all test-slow coverage busy soak differential libraries plan-wheels plans \
+  versions versions-short compare-sets oldest other test-other nightly \
+  check lint format types layers spelling size \
+  docs dist bench bench-peers bench-ps
 
 help:
 	@echo "For every change:"
@@ -35,6 +39,7 @@ help:
 	@echo "make test-all     run every test; about 60 minutes on 2 cores"
 	@echo "make test-slow    run the tests that make test leaves out"
 	@echo "make check        lint, types, layers and spelling; a minute or two"
+	@echo "make lint         one part of make check; also types, layers, spelling"
 	@echo "make format       rewrite the code in the house style"
 	@echo "make docs         build the documentation site in docs/_build; about a minute"
 	@echo "make setup        install everything for development"
@@ -317,5 +322,7 @@ size: .venv/made
 	@$(BIN)/python tests/meta/size.py
 
 clean:
-	rm -rf .venv .venv-oldest .venv-other .venv-nightly nightly .venv-bench-* .venv-libraries .venv-plans runs build dist docs/_build docs/reference/api .pytest_cache .ruff_cache .hypothesis .import_linter_cache htmlcov .coverage .coverage.*
+	rm -rf .venv .venv-oldest .venv-other .venv-nightly .venv-bench-* .venv-libraries .venv-plans
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	rm -rf runs build dist nightly htmlcov docs/_build docs/reference/api
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
