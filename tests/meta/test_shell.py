@@ -161,6 +161,7 @@ def test_each_field_of_a_form_has_a_label():
     assert {path.name for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()} == {
         "bug.yml",
         "config.yml",
+        "documentation.yml",
         "feature.yml",
     }
 
