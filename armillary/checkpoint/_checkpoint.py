@@ -341,7 +341,7 @@ class Checkpoint(OfOneProcess):
         if not names:
             return
         # A state in JSON may describe one process, for example by a time or a path.
-        own = {name: "" for name in names}
+        own = dict.fromkeys(names, "")
         for name in names:
             is_adapted = isinstance(self.states[name], HostArray | FunctionAdapter)
             if is_adapted or packed[name].has_arrays:

@@ -80,7 +80,7 @@ OPERATIONS = {
     "len": len,
     "list": list,
     "unpacking": lambda v: [*v],
-    "a loop": lambda v: [part for part in v],
+    "a loop": lambda v: [part for part in v],  # noqa: C416
     "of NumPy": lambda v: np.ones(2) + v,
     "number of NumPy": lambda v: np.float32(1) + v,
     "function of NumPy": np.exp,

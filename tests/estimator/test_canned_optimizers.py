@@ -87,7 +87,7 @@ def assert_same_training(first, second, data):
 def test_linear_estimators_have_ftrl_by_default_as_in_tensorflow(tmp_path):
     names = [f"x{i}" for i in range(36)]
     columns = [estimator.numeric_column(name) for name in names]
-    rows = {name: X[:, 0] for name in names}
+    rows = dict.fromkeys(names, X[:, 0])
     data = armillary.data.from_arrays((rows, Y), batch_size=8)
 
     def make(folder, **options):
