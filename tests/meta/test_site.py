@@ -204,12 +204,12 @@ def test_links_to_sections_resolve(path):
     [path for path in RECIPES.glob("*.md") if path.name != "index.md"],
     ids=lambda path: path.stem,
 )
-def test_each_program_of_a_recipe_has_at_most_40_lines(path):
+def test_each_program_of_a_recipe_has_at_most_50_lines(path):
     programs = [
         body for info, _, body in find_blocks(path) if info.split()[:1] == ["python"]
     ]
     assert programs
-    assert all(len(body.splitlines()) <= 40 for body in programs)
+    assert all(len(body.splitlines()) <= 50 for body in programs)
 
 
 def test_the_page_of_recipes_names_each_program_that_no_test_runs():
