@@ -153,6 +153,16 @@ def test_each_action_is_named_by_a_hash():
     assert [name for name in used if not PINNED_ACTION.fullmatch(name)] == []
 
 
+def test_a_release_states_where_its_files_come_from():
+    release = read(GITHUB / "workflows" / "release.yml")["jobs"]["release"]
+    names = [
+        step.get("uses", "").partition("@")[0] or step.get("run", "").split()[:2]
+        for step in release["steps"]
+    ]
+    assert names.index("actions/attest") == names.index(["make", "dist"]) + 1
+    assert release["permissions"].keys() == {"contents", "id-token", "attestations"}
+
+
 def test_each_field_of_a_form_has_a_label():
     for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")):
         form = read(path)
