@@ -12,6 +12,7 @@ histograms and images are in TensorBoard: `tensorboard --logdir runs/breast_canc
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,13 +93,17 @@ def load_data() -> tuple[dict, dict]:
     x, y = load_breast_cancer(return_X_y=True)
     x, test_x, y, test_y = train_test_split(x, 1 - y, stratify=y, random_state=0)
     scaler = StandardScaler().fit(x)
-    x, test_x = (np.asarray(scaler.transform(part), "float32") for part in (x, test_x))
-    return {"x": x, "y": y}, {"x": test_x, "y": test_y}
+
+    def scale(part: Any) -> np.ndarray:
+        return np.asarray(scaler.transform(part), "float32")
+
+    return {"x": scale(x), "y": y}, {"x": scale(test_x), "y": test_y}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Classifies tumors.")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/breast_cancer"))
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--devices", type=int, default=2, help="virtual CPU devices")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
@@ -123,7 +128,7 @@ def main() -> None:
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",
     )
-    result = controller.train_and_evaluate(train_steps=300, eval_interval=100)
+    result = controller.train_and_evaluate(train_steps=options.steps, eval_interval=100)
 
     print(f"Area under the ROC curve {result['area']:.4f}, F1 {result['f1']:.4f}")
     print(f"{result['missed'].text} See tensorboard --logdir {options.run_dir}")
