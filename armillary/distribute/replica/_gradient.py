@@ -167,31 +167,24 @@ def value_and_grad(
     check_one_of("op", op, (None, "mean", "sum"), fix)
     count = _count_parts(batch, accumulate_steps)
     policy = _find_policy(remat)
+
     wanted, treedef = _variables_of(variables)
+    # In a step, the slots hold tracers already, and the step reads the new values.
     state = lifted_state() or State([(loss_fn, ""), (wanted, "variables")])
     ranges = [_find_range(state, variable) for variable in wanted]
     before = state.read()
-    values: list[Any] = []
-    for start, stop in ranges:
-        is_one_array = start + 1 == stop  # as nearly every variable
-        values.append(before[start] if is_one_array else list(before[start:stop]))
+    values = _take_values(before, ranges)
 
-    def compute(values: Sequence[Any], slots: dict[int, Any], part: PyTree) -> Any:
-        start = [slots.get(i, leaf) for i, leaf in enumerate(before)]
-        for (first, stop), value in zip(ranges, values, strict=True):
+    def compute(traced: Sequence[Any], slots: dict[int, Any], part: PyTree) -> Any:
+        start = _with_writes(before, slots)
+        for (first, stop), value in zip(ranges, traced, strict=True):
             start[first:stop] = jax.tree.leaves(value)
         with state.swapped(start):
             result = loss_fn() if batch is None else loss_fn(part)
             after = state.read()
 
         loss, aux = split_aux(result, has_aux)
-        # Changes of earlier parts are kept, unless this part changes the slot again.
-        changed = dict(slots)
-        for i, leaf in enumerate(after):
-            if leaf is not start[i]:
-                changed[i] = leaf
-        changed = {i: strong(leaf) for i, leaf in changed.items()}
-        return loss, (aux, changed)
+        return loss, (aux, _add_writes(slots, start, after))
 
     def differentiate(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
         kept = compute if policy is None else rematerialized(compute, policy)
@@ -203,17 +196,11 @@ def value_and_grad(
         result = differentiate({}, batch)
     else:
         result = _accumulate(differentiate, before, batch, count, op)
-
-    new = result.slots
-    after = [new.get(i, leaf) for i, leaf in enumerate(before)]
-    state.write(after, set(new))
+    state.write(_with_writes(before, result.slots), set(result.slots))
 
     gradients = result.gradients
     if treedef is not None:
-        replaced: list[Any] = []
-        for variable, gradient in zip(wanted, gradients, strict=True):
-            replaced.append(variable.replace(gradient))
-        gradients = treedef.unflatten(replaced)
+        gradients = _as_parameters(wanted, treedef, gradients)
     value = (result.loss, result.outputs) if has_aux else result.loss
     return value, gradients
 
@@ -229,6 +216,9 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
     if accumulate_steps is not None:
         count = accumulate_steps
     check_positive_int("accumulate_steps", count)
+
+    # The trainer's option is for all gradients of a step. A gradient without a batch is
+    # not divided, but if the call itself asks for parts, it is a mistake.
     if batch is None and accumulate_steps not in (None, 1):
         raise ValueError(
             f"`accumulate_steps` is {accumulate_steps}, but `value_and_grad` was given "
@@ -236,6 +226,39 @@ def _count_parts(batch: PyTree, accumulate_steps: int | None) -> int:
             "loss_fn, variables, batch=batch, ...)`."
         )
     return 1 if batch is None else count
+
+
+def _take_values(leaves: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    """Returns the value of each variable: an array, or a list of several arrays."""
+    values: list[Any] = []
+    for start, stop in ranges:
+        is_one_array = start + 1 == stop  # as nearly every variable
+        values.append(leaves[start] if is_one_array else list(leaves[start:stop]))
+    return values
+
+
+def _with_writes(leaves: Sequence[Any], writes: dict[int, Any]) -> list[Any]:
+    """Returns the arrays of a state after some writes."""
+    return [writes.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _add_writes(
+    writes: dict[int, Any], before: Sequence[Any], after: Sequence[Any]
+) -> dict[int, Any]:
+    """Returns the writes so far, with the writes of one more call of the loss."""
+    total = dict(writes)
+    for i, leaf in enumerate(after):
+        if leaf is not before[i]:
+            total[i] = leaf
+    return {i: strong(leaf) for i, leaf in total.items()}
+
+
+def _as_parameters(variables: Sequence[Any], treedef: Any, gradients: Any) -> Any:
+    """Returns the gradients of a module, in the form of its parameters."""
+    replaced: list[Any] = []
+    for variable, gradient in zip(variables, gradients, strict=True):
+        replaced.append(variable.replace(gradient))
+    return treedef.unflatten(replaced)
 
 
 def _find_policy(remat: Remat | None) -> Callable[..., Any] | None:
@@ -251,6 +274,7 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
     parameters = None if adapter is None else adapter.find_parameters(variables)
     if parameters is not None:
         return parameters
+
     # A value that is not iterable is reported below, as something in a list.
     wanted = list(variables) if np.iterable(variables) else [variables]
     for variable in wanted:
@@ -311,25 +335,20 @@ def _accumulate(
     parts = jax.tree.map(lambda rows: _divide(rows, count, size), batch)
 
     def run(slots: dict[int, Any], part: PyTree) -> _LossAndGradients:
-        outer = _gradients.num_parts
-        _gradients.num_parts = count
-        try:
+        with _taking_parts(count):
             return differentiate(slots, part)
-        finally:
-            _gradients.num_parts = outer
 
+    # A loop needs all values that it carries from its beginning, so one part is traced
+    # before it, for the types of the sums and the slots that the loss writes to.
     first = jax.tree.map(lambda rows: rows[0], parts)
     program, types = jax.make_jaxpr(run, return_shape=True)({}, first)
     _check_op(program, count, op)
     _check_outputs(types.outputs, size)
 
-    def add(total: jax.Array, new: jax.Array) -> jax.Array:
-        return total + new.astype(total.dtype)
-
     def add_part(carry: Any, part: PyTree) -> Any:
         slots, totals = carry
         result = run(slots, part)
-        totals = jax.tree.map(add, totals, (result.loss, result.gradients))
+        totals = jax.tree.map(_add, totals, (result.loss, result.gradients))
         return (result.slots, totals), result.outputs
 
     # The first part may write to slots that the loop must carry from its beginning.
@@ -343,12 +362,28 @@ def _accumulate(
     def finish(kind: Any, total: jax.Array) -> jax.Array:
         return (total / divisor).astype(kind.dtype)
 
-    def join_parts(rows: jax.Array) -> jax.Array:
-        return rows.reshape(-1, *rows.shape[2:])
-
     loss, gradients = jax.tree.map(finish, sum_types, totals)
-    outputs = jax.tree.map(join_parts, outputs)
+    outputs = jax.tree.map(_join_parts, outputs)
     return _LossAndGradients(loss, outputs, slots, gradients)
+
+
+@contextlib.contextmanager
+def _taking_parts(count: int) -> Iterator[None]:
+    """Lets `num_parts` return the number of parts while a loss is computed."""
+    outer = _gradients.num_parts
+    _gradients.num_parts = count
+    try:
+        yield
+    finally:
+        _gradients.num_parts = outer
+
+
+def _add(total: jax.Array, new: jax.Array) -> jax.Array:
+    return total + new.astype(total.dtype)
+
+
+def _join_parts(rows: jax.Array) -> jax.Array:
+    return rows.reshape(-1, *rows.shape[2:])
 
 
 def _divide(rows: Any, count: int, size: int) -> Any:
