@@ -25,6 +25,7 @@ from armillary.trainer._returned_metrics import with_room_for_metrics
 from armillary.trainer._setup import Setup
 from armillary.trainer._standard_trainer import StandardTrainer
 from armillary.trainer._step_guard import Health
+from armillary.trainer._step_method import StepMethod
 from armillary.trainer._tracer import StepPrograms
 from armillary.typing import PyTree
 from armillary.xla._lowerings import Split
@@ -75,12 +76,12 @@ def described(
         method_options = method.options
         num_steps = steps_per_loop or setup.steps_per_loop or FEW_STEPS
         size = method_options.steps_per_chunk or choose_chunk_size(num_steps)
-
         leaves, structure = flatten_datasets(setup.datasets)
         datasets = [distribute(data, strategy) for data in leaves]
         # A share has the size that it has on the devices that are present.
         num_shares = strategy.layout.num_shares
         shares = [_share(data, num_shares, per_replica_batch) for data in datasets]
+
         with strategy.described(num_devices, platform) as mesh:
             layout = strategy.layout  # for the other devices
             gathers: list[Gather] = []
@@ -98,28 +99,43 @@ def described(
                 return flat, chunk, programs.get(chunk)
 
             flat, chunk, program = with_room_for_metrics(trace)
-            health = None
-            if method_options.on_non_finite is not None:
-                health = Health.start(len(flat.state.paths))
-                health = SingleLayout(everywhere(mesh)).placed_types(health)
-            fn, types = program.abstract_call(chunk.inputs, health)
-            yield DescribedLoop(
-                fn=fn,
-                types=types,
-                mesh=mesh,
-                dcn=strategy.placement.dcn,
-                step=program.step.program,
-                depth=program.depth,
-                capacity=chunk.capacity,
-                num_shares=layout.num_shares,
-                share_size=count_rows(shares[0]) if shares else 0,
-                num_parts=method_options.accumulate_steps,
-                chunk_bytes=_count_held(chunk.arrays),
-                state_bytes=sum(aval.size * aval.dtype.itemsize for aval in flat.types),
-                held_bytes=_count_held(flat.types_to_take(())),
-                compiler_options=dict(method_options.compiler_options or {}),
-                split=flat.split,
-            )
+            share_size = count_rows(shares[0]) if shares else 0
+            yield _describe_loop(method, flat, chunk, program, share_size, mesh)
+
+
+def _describe_loop(
+    method: StepMethod,
+    flat: FlatState,
+    chunk: Chunk,
+    program: Program,
+    share_size: int,
+    mesh: AbstractMesh,
+) -> DescribedLoop:
+    """Returns the program of a full chunk, with the figures of its memory."""
+    options = method.options
+    health = None
+    if options.on_non_finite is not None:
+        health = Health.start(len(flat.state.paths))
+        health = SingleLayout(everywhere(mesh)).placed_types(health)
+
+    fn, types = program.abstract_call(chunk.inputs, health)
+    return DescribedLoop(
+        fn=fn,
+        types=types,
+        mesh=mesh,
+        dcn=method.strategy.placement.dcn,
+        step=program.step.program,
+        depth=program.depth,
+        capacity=chunk.capacity,
+        num_shares=method.strategy.layout.num_shares,
+        share_size=share_size,
+        num_parts=options.accumulate_steps,
+        chunk_bytes=_count_held(chunk.arrays),
+        state_bytes=sum(aval.size * aval.dtype.itemsize for aval in flat.types),
+        held_bytes=_count_held(flat.types_to_take(())),
+        compiler_options=dict(options.compiler_options or {}),
+        split=flat.split,
+    )
 
 
 @contextmanager
@@ -163,6 +179,7 @@ def _describe_chunk(
         steps_per_chunk=most_steps,
         max_chunk_bytes=options.max_chunk_bytes,
     )
+
     sent: list[PyTree] = []
     resident: list[PyTree] = []
     everywhere_on_mesh = SingleLayout(everywhere(mesh))
@@ -170,11 +187,13 @@ def _describe_chunk(
         batch, held = gather.sent_types(share)
         sent.append(batch)
         resident.append(everywhere_on_mesh.placed_types(held))
+
     capacity = builder.count_steps([layout.placed_types(batch) for batch in sent])
     arrays: list[PyTree] = []
     for batch, num_batches in zip(sent, per_step, strict=True):
         stack_size = capacity * num_batches
         arrays.append(layout.placed_types(batch, (stack_size,)))
+
     return Chunk(
         arrays=arrays,
         resident=resident,

@@ -46,7 +46,8 @@ def without_python(hook: _Hook) -> _Hook:
 def need_python(owner: Any) -> bool:
     """Returns whether a trainer's hooks may have effects that need Python."""
     for name in (BEGIN, END):
-        if effect := find_effect(owner, name):
+        effect = find_effect(owner, name)
+        if effect is not None:
             logger.debug("`%s` runs in Python: %s", name, effect)
             return True
     return False
@@ -57,6 +58,7 @@ def find_effect(owner: Any, name: str) -> str | None:
     method = getattr(type(owner), name)
     if _is_marked(getattr(owner, name)):
         return None
+
     try:
         source = textwrap.dedent(inspect.getsource(method))
         [definition] = ast.parse(source).body
@@ -68,6 +70,7 @@ def find_effect(owner: Any, name: str) -> str | None:
         return not_plain
     if not inspect.isfunction(method) or not definition.args.args:
         return not_plain
+
     # The object may have a method of its own, and setting an attribute may run code.
     is_replaced = name in vars(owner)
     has_own_setattr = type(owner).__setattr__ is not object.__setattr__
@@ -130,6 +133,7 @@ class _Reader:
                 arguments = [*node.args, *node.keywords]
                 if self._is_jax_numpy(holder):  # such as `jnp.mean(x)`
                     return name in _FUNCTIONS and all(map(self.computes, arguments))
+                # Such as `self.accuracy.compute()`.
                 is_of_metric = name in ("compute", "reset") and not arguments
                 return is_of_metric and _is_metric(self._find(holder))
             case ast.Subscript(value=holder, slice=ast.Constant(value=index)):

@@ -39,17 +39,21 @@ def find_origin(
 
     `bad` has the indices of the arrays of the state that the step left bad.
     """
-    # The paths of the batch, and then equations, each with the equations around it.
+    # The paths of the batch, and then equations, each with the equations around it. A
+    # cause has its place in this list as its number.
     causes: list[Any] = list(batch_paths)
 
     def run(slots: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
         # Values that were bad before the step are not a cause.
         inputs = [(array, _NO_CAUSE) for array in slots]
-        inputs += [_with_cause(array, number) for number, array in enumerate(batches)]
+        for number, array in enumerate(batches):
+            inputs.append(_with_cause(array, number))
         outputs = _interpret(step.program, inputs, (), causes)
 
+        # The results of the step follow the changed arrays, and are not asked for.
+        of_changed = outputs[: len(step.changed)]
         numbers: dict[int, Any] = {}
-        for index, (_, number) in zip(step.changed, outputs, strict=False):
+        for index, (_, number) in zip(step.changed, of_changed, strict=True):
             numbers[index] = number
         return [numbers[index] for index in bad]
 

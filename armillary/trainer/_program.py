@@ -101,18 +101,14 @@ class Program:
 
         changed = set(step.changed)
         self.most_loops = 0
-        of_outputs = None
         if hooks is not None:
             changed.update(hooks.begin.changed, hooks.end.changed)
-            self.most_loops = min(capacity, num_loops, _count_room(hooks))
-            self.most_loops = max(1, self.most_loops)
-            # Python reads the hooks' outputs, so every process needs the full arrays.
-            of_outputs = None if flat.split is None else flat.split((), None)
+            most_loops = min(capacity, num_loops, _count_room(hooks))
+            # One loop is always possible, however large its outputs are.
+            self.most_loops = max(1, most_loops)
         self.changed = tuple(sorted(changed))
         self.depth = int(is_nested) + int(self.most_loops > 1)
 
-        of_changed = flat.shardings(self.changed)
-        of_health = None if self._guard is None else self._guard.sharding
         self._compiled = compile_step(
             self._run,
             step.program,
@@ -120,8 +116,19 @@ class Program:
             method.options.compiler_options,
             split=flat.split,
             donate_argnums=0,
-            out_shardings=(of_changed, of_outputs, None, of_health),
+            out_shardings=self._out_shardings(),
         )
+
+    def _out_shardings(self) -> tuple[Any, Any, Any, Any]:
+        """Returns the shardings of the results of `_run`; XLA decides where `None`."""
+        of_changed = self._flat.shardings(self.changed)
+        of_health = None if self._guard is None else self._guard.sharding
+        of_outputs = None
+        split = self._flat.split
+        if self.hooks is not None and split is not None:
+            # Python reads the hooks' outputs, so every process needs the full arrays.
+            of_outputs = split((), None)
+        return of_changed, of_outputs, None, of_health
 
     def is_of(self, step: TracedStep, hooks: Hooks | None) -> bool:
         """Returns whether new traces of the step and the hooks give this program."""
@@ -174,7 +181,14 @@ class Program:
         """
         donated, others = self._flat.types_to_take(self.changed)
         number = jax.ShapeDtypeStruct((), np.int32)
-        inputs = _Inputs(others, list(chunk), number, number, number, health)
+        inputs = _Inputs(
+            others,
+            list(chunk),
+            start=number,
+            num_steps=number,
+            num_loops=number,
+            health=health,
+        )
         types, tree = jax.tree.flatten(inputs)
 
         def run(donated: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -274,9 +288,10 @@ class Program:
             now, _ = self._call_if(has_hooks, hooks.begin, now)
 
             first = inputs.start + number * steps_per_loop
+            stop = first + steps_per_loop
             of_step = [now[i] for i in self.step.changed]
             begin = _Carry(first, of_step, results=[], health=None)
-            end = self._run_steps(now, inputs.chunk, begin, first + steps_per_loop)
+            end = self._run_steps(now, inputs.chunk, begin, stop)
             now = _replace(now, self.step.changed, end.changed)
 
             now, values = self._call_if(has_hooks, hooks.end, now)
@@ -295,12 +310,14 @@ class Program:
         """Returns the slots after a hook and its results; zeros if it is not due."""
 
         def call() -> tuple[list[Any], list[Any]]:
-            new, results = hook.call(self._flat.bring(slots), [])
+            near = self._flat.bring(slots)
+            new, results = hook.call(near, arguments=[])
             return self._flat.send_back(hook.changed, new), results
 
         def skip() -> tuple[list[Any], list[Any]]:
+            old = [slots[i] for i in hook.changed]
             zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in hook.result_types]
-            return [slots[i] for i in hook.changed], zeros
+            return old, zeros
 
         new, results = jax.lax.cond(is_due, call, skip)
         return _replace(slots, hook.changed, new), results
@@ -320,10 +337,9 @@ def _empty(types: Sequence[Any], size: int) -> list[Any]:
 
 def _put(stacks: list[Any], values: Sequence[Any], index: Any) -> list[Any]:
     """Returns stacks of outputs with the values of one step or loop at an index."""
-    return [
-        jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
-        for stack, value in zip(stacks, values, strict=True)
-    ]
+    update = jax.lax.dynamic_update_index_in_dim
+    pairs = zip(stacks, values, strict=True)
+    return [update(stack, value, index, axis=0) for stack, value in pairs]
 
 
 def _replace(slots: Sequence[Any], indices: Sequence[int], values: Any) -> list[Any]:

@@ -21,13 +21,21 @@ from armillary.trainer._step_method import StepMethod
 
 
 class Health(NamedTuple):
-    """The health of the steps of one loop."""
+    """The health of the steps of one loop.
 
-    is_halted: Any  # whether no further step may have an effect
-    num_steps: Any  # number of steps that ran, including the step that stopped the loop
-    num_bad: Any  # number of steps that were undone
-    first_bad: Any  # index of the first step that was undone
-    counts: Any  # for each array of the state, the values that this step made bad
+    Attributes:
+        is_halted: Whether no further step may have an effect.
+        num_steps: The steps that ran, including the step that stopped the loop.
+        num_bad: The steps that were undone.
+        first_bad: The index of the first step that was undone.
+        counts: For each array of the state, the bad values that this step left.
+    """
+
+    is_halted: Any
+    num_steps: Any
+    num_bad: Any
+    first_bad: Any
+    counts: Any
 
     @classmethod
     def start(cls, num_arrays: int) -> "Health":
@@ -39,7 +47,8 @@ class Health(NamedTuple):
 class StepGuard:
     """Decides whether a step counts, or is undone, with one answer for all replicas.
 
-    `changed` has the indices of the arrays that the step changes.
+    `changed` has the indices of the arrays that the step changes. Inside this class, an
+    array's place is its position in `changed`.
     """
 
     def __init__(
@@ -54,7 +63,6 @@ class StepGuard:
         self._stops = method.options.on_non_finite == "raise"
 
         of_optimizer = state.of_optimizer
-        # Places are positions in `changed`.
         self._sums: set[int] = set()
         self._checked: list[int] = []
         # Whether each array keeps its new value after a bad step.
@@ -95,13 +103,9 @@ class StepGuard:
             del old
             return new, last._replace(num_steps=last.num_steps + 1)
 
-        is_fine = jax.lax.cond(
-            # Always true, but the compiler cannot know it, so it keeps the branch.
-            health.num_steps >= 0,
-            are_finite,
-            never_runs,
-            self._floats_of(new),
-        )
+        # Always true, but the compiler cannot know it, so it keeps the branch.
+        has_begun = health.num_steps >= 0
+        is_fine = jax.lax.cond(has_begun, are_finite, never_runs, self._floats_of(new))
         return jax.lax.cond(
             is_fine & ~health.is_halted,
             keep_all,
@@ -113,30 +117,34 @@ class StepGuard:
 
     def _floats_of(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the floats to check; an exact sum becomes NaN after a bad value."""
-        return [
-            _read_mark(arrays[place]) if place in self._sums else arrays[place]
-            for place in self._checked
-        ]
+        floats: list[Any] = []
+        for place in self._checked:
+            array = arrays[place]
+            floats.append(_read_mark(array) if place in self._sums else array)
+        return floats
 
     def _look_closely(
         self, old: Sequence[Any], new: Sequence[Any], health: Health
     ) -> tuple[list[Any], Health]:
         """Undoes the step if an array has more bad values than before."""
+        is_halted = health.is_halted
         before = largest_on_replicas(self._mesh, _count_bad, self._floats_of(old))
         after = largest_on_replicas(self._mesh, _count_bad, self._floats_of(new))
-        is_bad = jnp.any(after > before) & ~health.is_halted
-        undo = is_bad | health.is_halted
+        has_more = after > before
+        is_bad = jnp.any(has_more) & ~is_halted
+
+        undo = is_bad | is_halted
         kept: list[Any] = []
         for was, now, moves_on in zip(old, new, self._moves_on, strict=True):
             kept.append(now if moves_on else jnp.where(undo, was, now))
 
         # Only the first bad step is reported.
         is_first = is_bad & (health.num_bad == 0)
-        counts = jnp.zeros_like(health.counts)
-        counts = counts.at[self._indices].set(jnp.where(after > before, after, 0))
+        made_bad = jnp.where(has_more, after, 0)
+        counts = jnp.zeros_like(health.counts).at[self._indices].set(made_bad)
         return kept, Health(
-            is_halted=health.is_halted | (is_bad & self._stops),
-            num_steps=health.num_steps + jnp.where(health.is_halted, 0, 1),
+            is_halted=is_halted | (is_bad & self._stops),
+            num_steps=health.num_steps + jnp.where(is_halted, 0, 1),
             num_bad=health.num_bad + is_bad.astype(jnp.int32),
             first_bad=jnp.where(is_first, health.num_steps, health.first_bad),
             counts=jnp.where(is_first, counts, health.counts),

@@ -4,6 +4,7 @@
 programs, and marks others as doubtful until the next trace.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,9 +97,8 @@ class StepPrograms(Programs[Program]):
         flat = self.find_current()
         if flat is not None:
             return flat
-        return self.adopt(
-            State([(self._method.owner, "")], self._reads, self._functions)
-        )
+        state = State([(self._method.owner, "")], self._reads, self._functions)
+        return self.adopt(state)
 
     def adopt(self, state: State) -> FlatState:
         before = self.flat
@@ -184,9 +184,10 @@ class StepPrograms(Programs[Program]):
             iterators: list[StepIterator] = []
             datasets = zip(self._gathers, arguments, active, strict=True)
             for index, (gather, offered, replicas) in enumerate(datasets):
-                actives = [replicas] * len(offered)
-                wrapped = map(gather.layout.wrap, offered, actives)
+                # Each batch when it is taken, because most of them never are.
+                wrapped = map(gather.layout.wrap, offered, itertools.repeat(replicas))
                 iterators.append(StepIterator(index, wrapped))
+
             result = method(self._structure.unflatten(iterators))
             returned[:] = jax.tree.leaves(result)
             taken[:] = [iterator.num_taken for iterator in iterators]
@@ -219,8 +220,7 @@ class StepPrograms(Programs[Program]):
             step = self._with_precision(step, flat)
         warn_of_rates(flat.state)
         drops_results = bool(returned) and not method.keep_results
-        if drops_results and not self._has_warned_of_results:
-            self._has_warned_of_results = True
+        if drops_results:
             self._warn_of_results()
         check_taken(method.name, taken)
         return _Trace(step, tuple(taken))
@@ -241,7 +241,10 @@ class StepPrograms(Programs[Program]):
         return step.with_program(edited.program)
 
     def _warn_of_results(self) -> None:
-        """Warns that nothing receives the result of a step."""
+        """Warns that nothing receives the result of a step, once for all traces."""
+        if self._has_warned_of_results:
+            return
+        self._has_warned_of_results = True
         end = "`train_loop_end`"
         if self._method.is_evaluation:
             end = "`eval_end`; or let `eval_begin` return a state, and write "
@@ -278,6 +281,7 @@ class StepPrograms(Programs[Program]):
         if old is not None:
             if old.is_of(step, self.hooks):
                 return old
+            # The change reached this program, so the others are not compared with it.
             self.doubted.clear()
             logger.warning(
                 "`%s` is compiled again, because %s.", method.name, self.reason
@@ -291,10 +295,7 @@ class StepPrograms(Programs[Program]):
         )
         if not self.current:
             self._check_first(step, flat, is_slow=is_slow)
-        if not self._has_sought_sums:
-            self._has_sought_sums = True
-            axis = 1 if method.strategy.layout.stacked else 0
-            warn_of_sums(method.name, step.program, len(flat.state.paths), axis)
+        self._warn_of_sums(step, flat)
         self._warnings.look(flat.state, step, chunk.active)
 
         return Program(
@@ -309,6 +310,15 @@ class StepPrograms(Programs[Program]):
             is_nested=not is_slow,
             work=self._measure_work(step, chunk),
         )
+
+    def _warn_of_sums(self, step: TracedStep, flat: FlatState) -> None:
+        """Warns of sums over a batch, in the first program only."""
+        if self._has_sought_sums:
+            return
+        self._has_sought_sums = True
+        axis = 1 if self._method.strategy.layout.stacked else 0
+        num_slots = len(flat.state.paths)
+        warn_of_sums(self._method.name, step.program, num_slots, axis)
 
     def _measure_work(self, step: TracedStep, chunk: Chunk) -> Work | None:
         method = self._method
