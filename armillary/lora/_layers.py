@@ -40,6 +40,7 @@ class _Linear:
         a, b = _read_matrices(self, outputs.dtype)
         x = jnp.asarray(inputs, outputs.dtype)
         narrow = jnp.matmul(x, a, precision=self.precision)
+
         # The sum over the rank, with the sharding of the outputs.
         summed = ((narrow.ndim - 1,), (0,))
         no_batch = ((), ())
@@ -67,9 +68,9 @@ class _LinearGeneral:
         num_batch = len(batch)
         first = range(num_batch)  # the batch axes of `a`, `b` and `narrow`
         own = range(num_batch, num_batch + len(contracted))
-        narrow = lax.dot_general(
-            x, a, ((contracted, own), (batch, first)), precision=self.precision
-        )
+        axes = ((contracted, own), (batch, first))
+        narrow = lax.dot_general(x, a, axes, precision=self.precision)
+
         # The sum over the rank, which is the last axis of `narrow`.
         summed = ((narrow.ndim - 1,), (num_batch,))
         change = lax.dot_general(
@@ -101,9 +102,11 @@ class _Einsum:
         kept = [letter for letter in own if letter not in axes.contracted]
         between = "".join(kept) + axes.rank
         to_narrow = f"{own},{axes.a}->{between}"
+        to_result = f"{between},{axes.b}->{result}"
+
         narrow = jnp.einsum(to_narrow, x, a, precision=self.precision)
         change = jnp.einsum(
-            f"{between},{axes.b}->{result}",
+            to_result,
             narrow,
             b,
             precision=self.precision,
@@ -185,12 +188,14 @@ def find_axes(layer: Any) -> tuple[Axes, tuple[int, ...]] | None:
         return MATRIX, (layer.in_features, layer.out_features)
     if isinstance(layer, nnx.Embed):
         return MATRIX, (layer.num_embeddings, layer.features)
+
     if isinstance(layer, nnx.LinearGeneral):
         batch = tuple(layer.batch_axis.values())
         inputs = tuple(layer.in_features)
         outputs = tuple(layer.out_features)
         axes = make_general_axes(len(batch), len(inputs), len(outputs))
         return axes, (*batch, *inputs, *outputs)
+
     if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
         parsed = parse_equation(layer.einsum_str)
         if parsed is not None:
@@ -225,6 +230,8 @@ def _adapted(layer: type, adapter: type) -> type:
     for name, value in vars(adapter).items():
         if inspect.isfunction(value):
             members[name] = value
+
+    # Flax gives modules a metaclass of its own, which must make the subclass, too.
     metaclass = type(layer)
     return metaclass(f"LoRA{layer.__name__}", (layer,), members)
 

@@ -50,6 +50,11 @@ class _Weight(NamedTuple):
     axes: Axes
     variable: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, with the axes of a stack of layers first."""
+        return self.variable.get_value().shape
+
 
 def add(
     model: nnx.Module,
@@ -104,6 +109,7 @@ def add(
     weights = _find_weights(model, where)
     most = max(map(_find_full_rank, weights))
     check_positive_int("rank", rank, most, "No weight has more rows and columns.")
+
     # All are made before the first one changes the model.
     pairs = [_make_matrices(weight, rank, rngs) for weight in weights]
     for weight, (a, b) in zip(weights, pairs, strict=True):
@@ -142,7 +148,8 @@ def merge(model: _Model) -> _Model:
         axes, _ = found
         variable = getattr(layer, kind.weight)
         with without_program_mesh():
-            variable.set_value(_add_product(layer, variable.get_value(), axes))
+            weight = _add_product(layer, variable.get_value(), axes)
+            variable.set_value(weight)
         detach(layer)
     return merged
 
@@ -185,12 +192,12 @@ def base(model: nnx.Module) -> list[nnx.Variable]:
     walk = Walk([(model, "")])
     variables = [slot.variable for slot in walk.slots.values() if slot.is_parameter()]
     frozen = [each for each in variables if not isinstance(each, nnx.LoRAParam)]
-    if len(frozen) in (0, len(variables)):
+    num_adapters = len(variables) - len(frozen)
+    if not frozen or not num_adapters:
         raise ValueError(
             f"`model` has {counted(len(variables), 'parameter')}, of which "
-            f"{len(variables) - len(frozen)} are of type `nnx.LoRAParam`, but a base "
-            "needs adapters and other parameters. Call `armillary.lora.add(model, ...)`"
-            " first."
+            f"{num_adapters} are of type `nnx.LoRAParam`, but a base needs adapters "
+            "and other parameters. Call `armillary.lora.add(model, ...)` first."
         )
     return frozen
 
@@ -215,6 +222,7 @@ def _find_weights(model: nnx.Module, where: str) -> list[_Weight]:
         is_adapter = isinstance(slot.variable, nnx.LoRAParam)
         if slot.is_parameter() and not is_adapter:
             parameters.append(slot)
+
     matching = [slot for slot in parameters if pattern.search(slot.path)]
     if not matching:
         raise ValueError(
@@ -275,17 +283,18 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
     if len(layers) > 1:
         return f"{len(layers)} layers share it"
     [layer] = layers
-    name = type(layer).__name__
     if has_adapter(layer):
         return "it has an adapter already (`armillary.lora.remove(model)` takes it)"
 
     kind = find_kind(layer)
     assert kind is not None
+    own_class = type(layer)
     for method in kind.methods:
         # A method of a subclass may compute something else with the weight.
-        is_own = getattr(type(layer), method) is not getattr(kind.layer, method)
+        is_own = getattr(own_class, method) is not getattr(kind.layer, method)
         if is_own:
-            return f"`{name}` has a `{method}` of its own"
+            return f"`{own_class.__name__}` has a `{method}` of its own"
+
     problem = _find_wrong_value(slot.variable.get_value())
     if problem:
         return problem
@@ -307,7 +316,8 @@ def _as_weight(slot: Slot, layers: list[Any]) -> _Weight | str:
 
 def _find_wrong_value(value: Any) -> str:
     """Returns why the value of a weight cannot have an adapter; empty if it can."""
-    if not (is_array(value) or isinstance(value, jax.ShapeDtypeStruct)):
+    is_planned = isinstance(value, jax.ShapeDtypeStruct)
+    if not is_array(value) and not is_planned:
         kind = f"{type(value).__module__}.{type(value).__name__}"
         return f"its value is a `{kind}`, not an array of JAX (`jnp.asarray`)"
     # A sum with an adapter would be rounded to whole numbers, or lack its scale.
@@ -320,7 +330,7 @@ def _find_wrong_value(value: Any) -> str:
 def _find_full_rank(weight: _Weight) -> int:
     """Returns the smaller number of rows and columns of a weight."""
     axes = weight.axes
-    shape = weight.variable.get_value().shape
+    shape = weight.shape
     of_one_layer = shape[len(shape) - len(axes.letters) :]
     sizes = dict(zip(axes.letters, of_one_layer, strict=True))
 
@@ -333,31 +343,42 @@ def _find_full_rank(weight: _Weight) -> int:
 def _make_matrices(
     weight: _Weight, rank: int, rngs: nnx.Rngs
 ) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
+    """Returns the first values of an adapter, one of which is 0."""
     axes = weight.axes
-    shape = weight.variable.get_value().shape
-    num_stacked = len(shape) - len(axes.letters)
-    shapes = [axes.pick(axes.a, shape, rank), axes.pick(axes.b, shape, rank)]
-    # The matrix that is not 0 at first. Rows of an embedding are looked up in `lora_a`,
-    # so the values of `lora_b` do not depend on the number of rows.
+    shape_a = axes.pick(axes.a, weight.shape, rank)
+    shape_b = axes.pick(axes.b, weight.shape, rank)
     is_lookup = weight.kind.weight == "embedding"
-    random = 1 if is_lookup else 0
-    letters = axes.b if is_lookup else axes.a
-    summed = axes.rank if is_lookup else axes.contracted
+    if is_lookup:
+        # Rows of an embedding are looked up in `lora_a`, and then multiplied by
+        # `lora_b`. So the values of `lora_b` do not depend on the number of rows.
+        initialize = _make_initializer(weight, axes.b, summed=axes.rank)
+        value_a = jnp.zeros(shape_a, jnp.float32)
+        value_b = initialize(rngs.params(), shape_b, jnp.float32)
+    else:
+        initialize = _make_initializer(weight, axes.a, summed=axes.contracted)
+        value_a = initialize(rngs.params(), shape_a, jnp.float32)
+        value_b = jnp.zeros(shape_b, jnp.float32)
+
+    a = nnx.LoRAParam(value_a)
+    b = nnx.LoRAParam(value_b)
+    _copy_axis_names(weight, a, b)
+    return a, b
+
+
+def _make_initializer(weight: _Weight, letters: str, summed: str) -> Any:
+    """Returns the initializer of the matrix with these axes, by the axes it sums."""
+    num_stacked = len(weight.shape) - len(weight.axes.letters)
     place_of = {letter: num_stacked + i for i, letter in enumerate(letters)}
-    initializer = jax.nn.initializers.variance_scaling(
+    batch = [place_of[letter] for letter in weight.axes.batch]
+    return jax.nn.initializers.variance_scaling(
         2.0,  # He's initialization, as of `nnx.LoRA`
         "fan_in",
         "uniform",
         in_axis=[place_of[letter] for letter in summed],
-        out_axis=len(shapes[random]) - 1,
+        out_axis=num_stacked + len(letters) - 1,
         # The variance is the same for one layer and for a stack.
-        batch_axis=[*range(num_stacked), *(place_of[x] for x in axes.batch)],
+        batch_axis=[*range(num_stacked), *batch],
     )
-    values = [jnp.zeros(each, jnp.float32) for each in shapes]
-    values[random] = initializer(rngs.params(), shapes[random], jnp.float32)
-    a, b = (nnx.LoRAParam(value) for value in values)
-    _copy_axis_names(weight, a, b)
-    return a, b
 
 
 def _copy_axis_names(weight: _Weight, a: nnx.LoRAParam, b: nnx.LoRAParam) -> None:
@@ -368,15 +389,16 @@ def _copy_axis_names(weight: _Weight, a: nnx.LoRAParam, b: nnx.LoRAParam) -> Non
         names = metadata.get(name)
         if not names:
             continue
-        ndim = len(weight.variable.get_value().shape)
         # As in a `PartitionSpec`, the last axes need no name.
-        unnamed = [None] * (ndim - len(names))
+        unnamed = [None] * (len(weight.shape) - len(names))
         names = (*names, *unnamed)
         a.set_metadata(name, axes.pick(axes.a, names, None))
         b.set_metadata(name, axes.pick(axes.b, names, None))
+
     rules = metadata.get("sharding_rules")
-    for each in (a, b) if rules else ():
-        each.set_metadata("sharding_rules", rules)
+    if rules:
+        a.set_metadata("sharding_rules", rules)
+        b.set_metadata("sharding_rules", rules)
 
 
 def _find_adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
@@ -397,24 +419,33 @@ def _check_has_adapters(model: nnx.Module) -> None:
 
 def _add_product(layer: Any, weight: jax.Array, axes: Axes) -> jax.Array:
     """Returns `weight + scale * a @ b`, with the dtype and sharding of the weight."""
-    narrow = [layer.lora_a.get_value(), layer.lora_b.get_value()]
     home = weight.sharding
     if is_on_host(weight):  # where nothing is computed
         weight = jax.device_put(weight, home.with_memory_kind("device"))
-    if isinstance(home, NamedSharding):
-        # Before the first step, new adapters are not on the devices of the weight yet.
-        for index, each in enumerate(narrow):
-            if each.sharding.device_set != home.device_set:
-                narrow[index] = as_global(each, everywhere(home.mesh))
+    own_a = _put_next_to(layer.lora_a.get_value(), home)
+    own_b = _put_next_to(layer.lora_b.get_value(), home)
 
     # The sum is rounded only once, to the dtype of the weight.
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
 
     def compute(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        wide = a.astype(dtype)
-        product = jnp.einsum(axes.product, wide, b.astype(dtype), precision="highest")
+        a = a.astype(dtype)
+        b = b.astype(dtype)
+        product = jnp.einsum(axes.product, a, b, precision="highest")
         total = weight.astype(dtype) + product * layer.lora_scale
         return total.astype(weight.dtype)
 
     # With the sharding, because each device computes only its part.
-    return jax.jit(compute, out_shardings=home)(weight, *narrow)
+    return jax.jit(compute, out_shardings=home)(weight, own_a, own_b)
+
+
+def _put_next_to(matrix: jax.Array, home: Any) -> jax.Array:
+    """Returns a matrix of an adapter on the devices of its weight.
+
+    Before the first step, new adapters are not there yet.
+    """
+    if not isinstance(home, NamedSharding):
+        return matrix
+    if matrix.sharding.device_set == home.device_set:
+        return matrix
+    return as_global(matrix, everywhere(home.mesh))
