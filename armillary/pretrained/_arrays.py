@@ -63,18 +63,20 @@ class Arrays:
         taken = {f"{_ROOT}/{name}": self.by_path[name] for name in names}
         specs = describe_leaves(taken)
 
-        def read_part(paths: Sequence[str]) -> dict[str, Any]:
+        def read_some(paths: Sequence[str]) -> dict[str, Any]:
             new = read([path.removeprefix(f"{_ROOT}/") for path in paths])
             # So that this object lets go of the old arrays.
             self.by_path.update(new)
             return {f"{_ROOT}/{name}": array for name, array in new.items()}
 
         if all_have_room(taken, specs):
-            put_all(self._checkpoint, {**self._leaves, **read_part([*taken])}, {})
+            all_leaves = {**self._leaves, **read_some([*taken])}
+            put_all(self._checkpoint, all_leaves, {})
         else:
             parts = divide(taken, specs)
+            # It holds the old arrays, too, whose memory the new ones need.
             taken.clear()
-            restore_in_parts(self._checkpoint, self._leaves, parts, read_part, dict)
+            restore_in_parts(self._checkpoint, self._leaves, parts, read_some, dict)
 
 
 class ArrayView(View):
@@ -100,6 +102,7 @@ def _check_kinds(model: Any, names: Names) -> None:
             abstract.append(path)
         else:
             other.append(f"{path}: {type(value).__name__}")
+
     if abstract:
         raise TypeError(
             f"`model` has only shapes at {counted(len(abstract), 'path')} of `names`, "
@@ -126,6 +129,7 @@ def _find_others_than_arrays(model: Any) -> Iterator[tuple[str, Any]]:
             for name, value in part.pairs:
                 if isinstance(value, _OTHERS):
                     yield part.way.join(node.path, name), value
+
     for slot in walk.slots.values():
         whole = slot.get()
         if isinstance(whole, jax.ShapeDtypeStruct):  # in a variable of Flax NNX
@@ -141,15 +145,16 @@ def _find_others(model: Any) -> set[str]:
     nodes = walk.nodes.values()
     # Optimizers of Flax NNX and of Keras.
     optimizers = [node.path for node in nodes if _is_a(node.value, "Optimizer")]
+
     paths: set[str] = set()
     for slot in walk.slots.values():
         # The counter next to a key of Flax NNX has no role of its own.
         is_random = slot.role is Role.RANDOM_KEY or _is_a(slot.variable, "RngState")
         is_counter = slot.role in (Role.METRIC, Role.FIRST_REPLICA)
+        is_other_slot = is_random or is_counter
         flags = zip(slot.paths, slot.is_of_optimizer(), strict=True)
         for path, is_optax in flags:
-            is_inner = is_inside(path, optimizers)
-            if is_random or is_counter or is_optax or is_inner:
+            if is_other_slot or is_optax or is_inside(path, optimizers):
                 paths.add(path)
     return paths
 

@@ -37,23 +37,25 @@ def link_files(row: Row, files: Collection[str], paths: Collection[str]) -> list
 
     The file decides how many tensors are stacked.
     """
-    # An array without any tensor has a link, too, so that it is reported.
+    empty = [0] * len(row.stacked)
+    # By the shared numbers, the lengths of the stacked axes.
     counts: dict[Numbers, list[int]] = {}
+    # An array without any tensor has a link, too, so that it is reported.
     for numbers in _match_all(row.models, paths):
-        counts[_shared(row, numbers)] = [0] * len(row.stacked)
+        key = _shared(row, numbers)
+        counts[key] = empty.copy()
 
     for numbers in _match_all(row.files, files):
         key = _shared(row, numbers)
-        lengths = counts.setdefault(key, [0] * len(row.stacked))
+        lengths = counts.setdefault(key, empty.copy())
         for axis, field in enumerate(row.stacked):
             lengths[axis] = max(lengths[axis], numbers[field] + 1)
 
     links: list[Link] = []
     for key, lengths in sorted(counts.items()):
         # A number may be so large that its tensors cannot be listed.
-        if math.prod(lengths) > len(files):
-            lengths = [0] * len(row.stacked)
-        links.append(_make_link(row, key, lengths))
+        has_gaps = math.prod(lengths) > len(files)
+        links.append(_make_link(row, key, empty if has_gaps else lengths))
     return links
 
 
@@ -62,12 +64,15 @@ def link_model(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> list[Link]:
 
     The model decides how many tensors are stacked.
     """
+    # If a row splits a tensor, the first part stands for all of them.
+    first, *_ = row.models
     links: list[Link] = []
     for path, shape in shapes.items():
-        numbers = row.models[0].match(path)
+        numbers = first.match(path)
         if numbers is not None:
+            key = _shared(row, numbers)
             lengths = shape[: len(row.stacked)]
-            links.append(_make_link(row, _shared(row, numbers), lengths))
+            links.append(_make_link(row, key, lengths))
     return links
 
 
@@ -91,12 +96,13 @@ def _make_link(row: Row, key: Numbers, counts: Sequence[int]) -> Link:
     numbers = dict(zip(row.shared, key, strict=True))
     paths = tuple(pattern.fill(numbers) for pattern in row.models)
 
+    files: dict[Numbers, tuple[str, ...]] = {}
     # An array of a model may have fewer axes than the row stacks.
     has_all_axes = len(counts) == len(row.stacked)
-    ranges = [range(count) for count in counts]
-    indices = itertools.product(*ranges) if has_all_axes else ()
-    files: dict[Numbers, tuple[str, ...]] = {}
-    for index in indices:
-        own = dict(zip(row.stacked, index, strict=True))
-        files[index] = tuple(pattern.fill(numbers | own) for pattern in row.files)
+    if has_all_axes:
+        ranges = [range(count) for count in counts]
+        for index in itertools.product(*ranges):
+            own = dict(zip(row.stacked, index, strict=True))
+            all_numbers = numbers | own
+            files[index] = tuple(pattern.fill(all_numbers) for pattern in row.files)
     return Link(row, paths, files, tuple(counts))

@@ -93,10 +93,12 @@ def load(
     arrays = Arrays(model, names)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_program_mesh())
+        # Opening may fail in one process alone, and the others must not wait for it.
         with announcing_errors():
             opened = stack.enter_context(open_tensors(path))
         digest = "" if peers.is_alone else opened.digest
         digests = peers.gather("the safetensors to load", digest)
+
         # From here to the reading, an error is the same in all processes.
         _check_same(digests, opened)
         match = _compare(opened, names, arrays, cast, parts)
@@ -120,6 +122,7 @@ def load(
         with announcing_errors():
             _check_ties(match, arrays)
         arrays.replace([*taken], read)
+
     kept = arrays.by_path.keys() - taken.keys()
     return RestoreReport(
         path=opened.path,
@@ -156,6 +159,7 @@ def _compare(
     """Returns the views for the model; raises if it differs outside of `parts`."""
     check_rows(names, arrays.by_path, opened.tensors)
     match = match_files(names, opened.tensors, arrays.by_path, cast)
+
     refused: dict[str, str] = {}
     for name, line in match.differences.items():
         if not is_inside(name, parts):

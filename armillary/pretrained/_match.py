@@ -51,6 +51,7 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
         else:
             for link in link_files(row, tensors, arrays):
                 _add_link(match, link, tensors, arrays)
+
     # A row with both sides counts more than a row with one.
     ignored -= match.used.keys()
     left -= match.views.keys()
@@ -63,6 +64,7 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
         saved[path] = str(view)
     for name in tensors.keys() - match.used.keys() - ignored:
         saved[name] = str(tensors[name])
+
     own: dict[str, str] = {}
     for path in arrays.keys() - left:
         own[path] = _spec(arrays[path])
@@ -100,14 +102,14 @@ def _note(seen: dict[str, str], found: Collection[str], row: str) -> None:
 def make_views(link: Link, tensors: Tensors) -> list[View]:
     """Returns a view for each array of a link."""
     # For each array, the view of each index along the stacked axes.
-    parts: list[dict[Numbers, View]] = [{} for _ in link.paths]
+    layers: list[dict[Numbers, View]] = [{} for _ in link.paths]
     for index, names in link.files.items():
         views: Sequence[View] = [tensors[name] for name in names]
         for transform in link.row.transforms:
             views = transform.forward(views)
-        for part, view in zip(parts, views, strict=True):
-            part[index] = view
-    return [_stack(part, link.counts) for part in parts]
+        for by_index, view in zip(layers, views, strict=True):
+            by_index[index] = view
+    return [_stack(by_index, link.counts) for by_index in layers]
 
 
 def count_differences(differences: Collection[str]) -> str:
@@ -147,6 +149,7 @@ def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> Non
             match.used[name] = link.paths
         else:
             missing.append(name)
+
     # A file need not repeat a tensor that another one is equal to.
     is_absent = len(missing) == len(wanted)
     if is_absent and link.row.is_tied:
@@ -157,6 +160,7 @@ def _add_link(match: Match, link: Link, tensors: Tensors, arrays: Leaves) -> Non
             spec = f": {_spec(arrays[path])}" if path in arrays else ""
             match.differences[path] = f"+ {path}{spec}  the file lacks {shown}"
         return
+
     try:
         views = make_views(link, tensors)
     except ValueError as error:
@@ -174,11 +178,14 @@ def _stack(views: Mapping[Numbers, View], counts: Numbers) -> View:
     """Returns the view of all indices, one axis for each count."""
     if not counts:
         return views[()]
+
     # One axis at a time: the views of each index along the first axis.
-    below: list[dict[Numbers, View]] = [{} for _ in range(counts[0])]
+    length, *others = counts
+    below: list[dict[Numbers, View]] = [{} for _ in range(length)]
     for (place, *rest), view in views.items():
         below[place][tuple(rest)] = view
-    return Stacked([_stack(each, counts[1:]) for each in below])
+    stacks = [_stack(each, tuple(others)) for each in below]
+    return Stacked(stacks)
 
 
 def cast_to(view: View, leaf: Any) -> View:

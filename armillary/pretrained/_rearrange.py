@@ -61,20 +61,33 @@ class Rearranged(View):
         lengths = lengths_of(box)
         if 0 in lengths:
             return np.empty(lengths, self.dtype)
+
         # The range of each part, such as 2 of 8 heads and all of their size.
         ranges: dict[str, range] = {}
         for axis, wanted in zip(self._after, box, strict=True):
             covering = _cover(wanted, self._sizes_of(axis))
             ranges |= zip(axis, covering, strict=True)
+
         data = self._read_ranges(ranges)
+        data = self._move_axes(data, ranges)
+        return self._cut_out(data, ranges, box)
 
-        # One axis for each part, then in the order of the result.
+    def _move_axes(self, data: np.ndarray, ranges: Mapping[str, range]) -> np.ndarray:
+        """Returns an array with one axis for each part, in the order of the result."""
         names = list(itertools.chain.from_iterable(self._before))
-        new_names = itertools.chain.from_iterable(self._after)
-        data = data.reshape([len(ranges[name]) for name in names])
-        data = data.transpose([names.index(name) for name in new_names])
+        divided = data.reshape([len(ranges[name]) for name in names])
 
-        # Ranges of parts may cover more of a merged axis than the box.
+        new_names = itertools.chain.from_iterable(self._after)
+        order = [names.index(name) for name in new_names]
+        return divided.transpose(order)
+
+    def _cut_out(
+        self, data: np.ndarray, ranges: Mapping[str, range], box: Box
+    ) -> np.ndarray:
+        """Merges the axes of parts, and returns a box of the result.
+
+        Ranges of parts may cover more of a merged axis than the box.
+        """
         covered: list[int] = []
         inner: list[slice] = []
         for axis, wanted in zip(self._after, box, strict=True):
@@ -116,10 +129,12 @@ def _find_sizes(
     sizes: dict[str, int] = {}
     for size, axis in zip(shape, axes, strict=True):
         known = [given[name] for name in axis if name in given]
-        rest, remainder = divmod(size, math.prod(known))
         is_complete = len(known) == len(axis)
-        if remainder or (is_complete and rest != 1):
+        rest, remainder = divmod(size, math.prod(known))
+        has_rest = is_complete and rest != 1
+        if remainder or has_rest:
             raise ValueError(f"the axis of size {size} is no {' x '.join(axis)}")
+        # At most one size of an axis is unknown, so the rest is that size.
         for name in axis:
             sizes[name] = given.get(name, rest)
     return sizes
@@ -158,6 +173,7 @@ def _find_runs(ranges: Sequence[range], sizes: Sequence[int]) -> list[slice]:
     inner = len(ranges) - 1
     while inner and len(ranges[inner]) == sizes[inner]:
         inner -= 1
+
     stride = math.prod(sizes[inner + 1 :])
     length = len(ranges[inner]) * stride
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from armillary._checks import check_instance, check_positive_int
 from armillary._traceback import hides_frames
 from armillary.checkpoint._writer import agree_on, announcing_errors
 from armillary.cluster._join import get_peers
+from armillary.cluster._peers import Peers
 from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.errors import CheckpointMismatchError
 from armillary.pretrained._arrays import Arrays, ArrayView
@@ -26,6 +28,7 @@ from armillary.pretrained._names import Names
 from armillary.pretrained._views import Cast, Indexed, View
 from armillary.pretrained._writer import (
     CODES,
+    File,
     check_written,
     divide,
     finish,
@@ -92,16 +95,7 @@ def save(
             lambda: prepare(folder, files, is_folder=is_folder),
             peers,
         )
-        problem = ""
-        try:
-            with announcing_errors():
-                for number, file in enumerate(files):
-                    is_own = number % peers.count == peers.index
-                    found = write_file(folder, file, is_own)
-                    problem = problem or found
-        except BaseException:
-            remove_unfinished(folder, files)
-            raise
+        problem = _write_files(folder, files, peers)
         check_written(folder, files, problem, peers)
         agree_on(
             "the names of safetensors",
@@ -109,6 +103,21 @@ def save(
             peers,
         )
     return [str(folder / file.name) for file in files]
+
+
+def _write_files(folder: Path, files: Sequence[File], peers: Peers) -> str:
+    """Writes this process's share of the files; returns the first problem, if any."""
+    problem = ""
+    try:
+        with announcing_errors():
+            for number, file in enumerate(files):
+                is_own = number % peers.count == peers.index
+                found = write_file(folder, file, is_own)
+                problem = problem or found
+    except BaseException:
+        remove_unfinished(folder, files)
+        raise
+    return problem
 
 
 def as_float_dtype(name: str, value: Any) -> np.dtype | None:
@@ -141,6 +150,7 @@ def _make_tensors(
             for link in link_model(row, arrays.shapes):
                 named.update(link.paths)
                 _add_tensors(link, arrays, tensors, lines)
+
     # With the names to write, because a second row would replace the first one's array.
     check_rows(names, arrays.by_path, tensors)
 
@@ -157,12 +167,11 @@ def _make_tensors(
             "Correct the table. `(None, path)` is a row for an array that is not "
             "saved. Nothing was saved."
         )
-    if dtype is None:
-        return tensors
-    return {
-        name: Cast(view, dtype) if may_be_cast(view.dtype) else view
-        for name, view in tensors.items()
-    }
+    if dtype is not None:
+        for name, view in tensors.items():
+            if may_be_cast(view.dtype):
+                tensors[name] = Cast(view, dtype)
+    return tensors
 
 
 def _add_tensors(
@@ -181,6 +190,7 @@ def _add_tensors(
             fields = ", ".join(f"{{{field}}}" for field in link.row.stacked)
             lines[path] = f"~ {path}: {tuple(leaf.shape)} has no such axes for {fields}"
             return
+
     try:
         for index, names in link.files.items():
             views: list[View] = []

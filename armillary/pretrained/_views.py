@@ -65,10 +65,11 @@ class Joined(View):
             length = view.shape[self._axis]
             start = max(wanted.start - offset, 0)
             stop = min(wanted.stop - offset, length)
-            offset += length
             if start < stop:
                 own = _with_axis(box, self._axis, start, stop)
                 parts.append(view.read(own))
+            offset += length
+
         if not parts:
             return np.empty(lengths_of(box), self.dtype)
         if len(parts) == 1:
@@ -183,8 +184,9 @@ def _check_alike(views: Sequence[View], axis: int | None = None) -> View:
         raise ValueError(f"{first} has no axis {axis}")
     expected = _without_axis(first.shape, axis)
     for view in views:
+        has_dtype = view.dtype == first.dtype
         has_shape = _without_axis(view.shape, axis) == expected
-        if view.dtype != first.dtype or not has_shape:
+        if not has_dtype or not has_shape:
             raise ValueError(f"{first} and {view} do not go into one array")
     return first
 

@@ -41,22 +41,27 @@ def divide(place: Path, tensors: Mapping[str, View], most: int) -> list[File]:
     """Returns the files, each with as many tensors as fit into it."""
     if place.suffix == ".safetensors":
         return [File(place.name, _align(tensors))]
+
     groups: list[dict[str, View]] = [{}]
     size = 0
     for name, view in tensors.items():
         own = _count_bytes(view)
-        if groups[-1] and size + own > most:
+        is_full = size + own > most
+        # A tensor that is larger than a file has a file of its own.
+        if is_full and groups[-1]:
             groups.append({})
             size = 0
         groups[-1][name] = view
         size += own
-    if len(groups) == 1:
-        return [File(WHOLE, _align(groups[0]))]
+
     count = len(groups)
-    return [
-        File(f"model-{number:05}-of-{count:05}.safetensors", _align(group))
-        for number, group in enumerate(groups, start=1)
-    ]
+    if count == 1:
+        return [File(WHOLE, _align(groups[0]))]
+    files: list[File] = []
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05}-of-{count:05}.safetensors"
+        files.append(File(name, _align(group)))
+    return files
 
 
 def _align(tensors: Mapping[str, View]) -> dict[str, View]:
@@ -82,10 +87,12 @@ def prepare(folder: Path, files: Sequence[File], *, is_folder: bool) -> None:
             if (folder / file.name).is_dir():
                 raise IsADirectoryError(f"{file.name} is a folder")
             (folder / file.unfinished).unlink(missing_ok=True)
-        # Files of one program at a time. A single file in a folder with others may
-        # belong to one of several programs, which may write at this moment.
-        for path in folder.glob(UNFINISHED) if is_folder else ():
-            path.unlink(missing_ok=True)
+
+        # A folder belongs to one program at a time. A single file may be next to files
+        # of other programs, which may write at this moment.
+        if is_folder:
+            for path in folder.glob(UNFINISHED):
+                path.unlink(missing_ok=True)
 
 
 class _Output:
@@ -187,6 +194,7 @@ def finish(folder: Path, files: Sequence[File], *, is_folder: bool) -> None:
         has_equal_names = any((folder / name).exists() for name in names)
         if has_index and has_equal_names:
             index.unlink(missing_ok=True)
+
         for file in files:
             (folder / file.unfinished).replace(folder / file.name)
         if has_index:
