@@ -62,17 +62,33 @@ def match_files(names: Names, tensors: Tensors, arrays: Leaves, cast: bool) -> M
         if cast and path in arrays:
             view = cast_to(view, arrays[path])
         saved[path] = str(view)
-    for name in tensors.keys() - match.used.keys() - ignored:
-        saved[name] = str(tensors[name])
 
     own: dict[str, str] = {}
     for path in arrays.keys() - left:
         own[path] = _spec(arrays[path])
 
     lines = find_differences(saved, own, "the file", "the model")
+    for name in tensors.keys() - match.used.keys() - ignored:
+        lines |= _describe_unnamed(name, tensors[name], match, own)
     # A line of a link says more about its array.
     match.differences = lines | match.differences
     return match
+
+
+def _describe_unnamed(
+    name: str, tensor: View, match: Match, own: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the line for a tensor that no row names.
+
+    Its name may be the path of an array by accident, which loads nothing.
+    """
+    if name in match.views:
+        # The array has its value from another tensor, so it keeps its own line, if any.
+        return {f"{name} in the file": f"- {name}: {tensor}  only in the file"}
+    if name in own:
+        both = f"{tensor} in the file, {own[name]} in the model"
+        return {name: f"~ {name}: {both}, but no row names them"}
+    return {name: f"- {name}: {tensor}  only in the file"}
 
 
 def check_rows(names: Names, arrays: Collection[str], files: Collection[str]) -> None:

@@ -59,6 +59,30 @@ def test_everything_that_differs_is_one_error_and_nothing_changes(tmp_path):
         np.testing.assert_array_equal(value, before[name])
 
 
+def test_a_tensor_with_the_name_of_an_array_needs_a_row():
+    names = pretrained.Names([("x", "a")])
+    ones = np.ones(2, np.float32)
+    model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.load(model, {"x": ones, "b": ones}, names)
+    text = str(caught.value)
+    assert (
+        "~ b: float32 (2,) in the file, float32 (2,) in the model, but no row" in text
+    )
+    np.testing.assert_array_equal(model["a"], 0)
+
+    # Another tensor is the value of the array.
+    with pytest.raises(CheckpointMismatchError) as caught:
+        pretrained.load({"a": jnp.zeros(2)}, {"x": ones, "a": ones}, names)
+    assert "1 array differs" in str(caught.value)
+    assert "- a: float32 (2,)  only in the file" in str(caught.value)
+
+    named = pretrained.Names([("x", "a"), ("a", None)])
+    small = {"a": jnp.zeros(2)}
+    assert pretrained.load(small, {"x": ones, "a": 2 * ones}, named).unused == ("a",)
+    np.testing.assert_array_equal(small["a"], 1)
+
+
 def test_a_number_that_is_too_large_to_list_is_a_difference(tmp_path):
     tensors = {f"h.{10**12}.w": np.zeros(2, np.float32)}
     names = pretrained.Names([("h.{layer}.w", "w")])
