@@ -103,7 +103,7 @@ class ScheduledTask:
         sent = [Dynamic() if is_dynamic(leaf) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(sent)
 
-        # Functions are told apart by the identity of these objects. They are kept, so
+        # Functions are compared by the identity of these objects. They are kept, so
         # that no new object gets the identity of an old one.
         captured_values = [value for _, value in captured(fn)]
         self._kept = leaves, captured_values
@@ -217,6 +217,7 @@ def ship(
         places[id(array)] = ("array", index)
     for key, name in named.items():
         places[key] = ("named", name)
+
     # Optimizers and their updates, by identity. The optimizers are kept, so that no new
     # object gets the identity of one of them.
     optimizers: dict[int, tuple[Any, Any]] = {}
@@ -234,7 +235,9 @@ def ship(
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, optax.GradientTransformation):
-                return make_stand_in, (number(obj, lambda own: own),)
+                index = number(obj, lambda own: own)
+                return make_stand_in, (index,)
+
             reduced = reduce_keras(obj)
             if reduced is NotImplemented:
                 return super().reducer_override(obj)

@@ -97,22 +97,28 @@ def make_stand_in(index: int) -> optax.GradientTransformationExtraArgs:
             state_slots=_find_slots(state),
             param_slots=_find_slots(params),
         )
-        slots = spec.param_slots
-        has_repeated = len(set(slots)) < len(slots)
-        if len(slots) != len(leaves) or has_repeated:
-            raise ValueError(
-                f"`update` of an optimizer was given {len(leaves)} gradients for "
-                f"{len(set(slots))} variables. Pass one gradient for each of `params`."
-            )
-        recorded = _recording[-1]
-        call = len(recorded)
-        recorded.append((spec, leaves))
-        marked: list[Any] = []
-        for number, leaf in enumerate(leaves):
-            marked.append(server_update_p.bind(leaf, call=call, leaf=number))
+        marked = _record(spec, leaves)
         return tree.unflatten(marked), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _record(spec: UpdateSpec, gradients: list[Any]) -> list[Any]:
+    """Records a call of `update`, and returns a mark for each of its updates."""
+    num_variables = len(set(spec.param_slots))
+    has_repeated = num_variables < len(spec.param_slots)
+    if has_repeated or len(gradients) != num_variables:
+        raise ValueError(
+            f"`update` of an optimizer was given {len(gradients)} gradients for "
+            f"{num_variables} variables. Pass one gradient for each of `params`."
+        )
+    recorded = _recording[-1]
+    call = len(recorded)
+    recorded.append((spec, gradients))
+    marked: list[Any] = []
+    for number, gradient in enumerate(gradients):
+        marked.append(server_update_p.bind(gradient, call=call, leaf=number))
+    return marked
 
 
 def _find_slots(tree: PyTree) -> list[int]:
@@ -177,17 +183,14 @@ class SplitUpdate:
         self._update = flat_update(transformation, spec)
         self._leaves = [jax.eval_shape(types[slot].zeros) for slot in self._slots]
         program = jax.make_jaxpr(self._update)(*self._leaves)
+
         # The variables from which each result of one step is computed.
         needs: list[set[int]] = []
         for dependencies in find_dependencies(program):
             needs.append({self._slots[number] for number in dependencies})
         needs_of_state = needs[len(params) :]
         of_state = dict(zip(state, needs_of_state, strict=True))
-        # The arrays from which each array is computed, in any number of steps.
-        for between, found in of_state.items():
-            for needed in of_state.values():
-                if between in needed:
-                    needed |= found
+        _close(of_state)
 
         self.owners: dict[int, int | None] = {}
         for slot, needed in zip(self._results, needs, strict=True):
@@ -230,6 +233,17 @@ class SplitUpdate:
         except Exception:  # The update cannot take a single row.
             return False
         return _operations(whole) == _operations(mapped)
+
+
+def _close(needs: Mapping[int, set[int]]) -> None:
+    """Adds the arrays from which each array is computed in any number of steps.
+
+    It is Warshall's algorithm, so one pass over the arrays in between is enough.
+    """
+    for between, found in needs.items():
+        for needed in needs.values():
+            if between in needed:
+                needed |= found
 
 
 def _operations(program: core.ClosedJaxpr) -> list[Any]:
@@ -282,6 +296,7 @@ class LocalUpdate(NamedTuple):
                 leaves = [pick(gradients, slot, number) for slot in params]
                 leaves += [pick(values, slot, number) for slot in (*state, *params)]
                 results = update(*leaves)
+
                 for slot, result in zip((*params, *state), results, strict=True):
                     owner = self.owners.get(slot, slot)
                     if owner is None:

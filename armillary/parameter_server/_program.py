@@ -80,29 +80,14 @@ class TaskProgram:
         name = getattr(fn, "__name__", "the function")
         policies = _find_policies(flat)
         self._keys = {i for i, policy in policies.items() if policy is Policy.RANDOM}
-        found = _find_additions(self._step, updates, policies, flat.state, name)
-        additions = list(found.values())
-        self._signs = [addition.sign for addition in additions]
+        additions = _find_additions(self._step, updates, policies, flat.state, name)
+        self._signs = [addition.sign for addition in additions.values()]
+        self._shapes = [flat.types[i].shape for i in additions]
 
-        # The program is reduced to the results and the additions, and to the variables
-        # that these need.
-        jaxpr = self._step.program.jaxpr
-        num_changed = len(self._step.changed)
-        results = jaxpr.outvars[num_changed:]
-        outputs = [*results, *(addition.output for addition in additions)]
-        # All arguments stay inputs. So does a variable that is averaged, because it is
-        # compared with its old value.
-        num_variables = len(flat.types)
-        is_kept = [i >= num_variables for i in range(len(jaxpr.invars))]
-        for i, addition in found.items():
-            if addition.sign == 0:
-                is_kept[i] = True
-        self._program, used = _prune(self._step.program, outputs, is_kept)
+        self._program, used = _reduce(self._step, additions, len(flat.types))
         _check_updates_unused(self._program, name)
-
-        reads = tuple(i for i in used if i < num_variables)
-        self.spec = TaskSpec(tuple(updates), tuple(found), reads)
-        self._shapes = [flat.types[i].shape for i in found]
+        reads = [i for i in used if i < len(flat.types)]
+        self.spec = TaskSpec(tuple(updates), tuple(additions), tuple(reads))
         self._run = compile_step(self._compute, self._program, flat.platform, None)
 
     def __call__(
@@ -112,7 +97,8 @@ class TaskProgram:
         leaves = jax.tree.leaves(arguments)
         read = [values[i] for i in self.spec.reads]
         results, additions = self._run(read, leaves, np.uint32(call))
-        return *self._step.results(results), additions
+        result, gradients = self._step.results(results)
+        return result, gradients, additions
 
     def _compute(
         self, read: list[Any], arguments: list[Any], call: Any
@@ -121,14 +107,16 @@ class TaskProgram:
         values: dict[int, Any] = {}
         for i, value in zip(self.spec.reads, read, strict=True):
             values[i] = _fold_in(value, call) if i in self._keys else value
-        outputs = core.jaxpr_as_fun(self._program)(*values.values(), *arguments)
+        run = core.jaxpr_as_fun(self._program)
+        outputs = run(*values.values(), *arguments)
 
         num_results = len(outputs) - len(self._signs)
         results = outputs[:num_results]
         made = outputs[num_results:]
         changes: list[Any] = []
         for i, new, sign in zip(self.spec.additions, made, self._signs, strict=True):
-            changes.append(new - values[i] if sign == 0 else sign * new)
+            is_new_value = sign == 0
+            changes.append(new - values[i] if is_new_value else sign * new)
         # The addition to an array may be a single number.
         changes = list(map(jnp.broadcast_to, changes, self._shapes))
         return results, changes
@@ -219,6 +207,28 @@ def _explain_refused(name: str, refused: list[str]) -> StateStructureError:
     )
 
 
+def _reduce(
+    step: TracedStep, additions: dict[int, _Addition], num_variables: int
+) -> tuple[core.ClosedJaxpr, list[int]]:
+    """Returns the part of a step that computes its results and its additions.
+
+    It takes all arguments, but only the variables that it needs. The second result has
+    the numbers of these inputs.
+    """
+    jaxpr = step.program.jaxpr
+    num_changed = len(step.changed)
+    results = jaxpr.outvars[num_changed:]
+    added = [addition.output for addition in additions.values()]
+
+    is_kept = [i >= num_variables for i in range(len(jaxpr.invars))]
+    for i, addition in additions.items():
+        # The new value of a variable is compared with the old one, so it is read.
+        is_new_value = addition.sign == 0
+        if is_new_value:
+            is_kept[i] = True
+    return _prune(step.program, [*results, *added], is_kept)
+
+
 def _find_in_parts(state: State) -> set[int]:
     """Returns the numbers of the variables whose elements carry into each other."""
     found: set[int] = set()
@@ -244,10 +254,14 @@ class _Origins:
         if not name.startswith("add"):
             return False
         old = self._invars[slot]
-        a, b = (self._same(term, may_round=True) for term in terms)
-        if old not in (a, b):
+        first, second = (self._same(term, may_round=True) for term in terms)
+        if first is old:
+            added = second
+        elif second is old:
+            added = first
+        else:
             return False
-        added = b if a is old else a
+
         update = self._equation(added)
         if update is None or update.primitive is not server_update_p:
             return False

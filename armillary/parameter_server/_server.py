@@ -150,6 +150,7 @@ class ParameterServer(Actor):
         """Takes an optimizer (`LocalUpdate`), before the first gradients for it."""
         if key in self._updates:
             return
+        # The old values are donated, so a server has memory for one copy of them.
         run = jax.jit(update.make(), donate_argnums=1)
         parts: list[PartKey] = []
         for part in self._values:
@@ -160,17 +161,19 @@ class ParameterServer(Actor):
 
     def read(self, parts: tuple[PartKey, ...]) -> tuple[int, Any]:
         """Returns the version, and the values of some parts or a reference to them."""
-        version, values = self._snapshots.get(parts, (None, None))
-        if version != self._version:
-            values = [to_host(self._values[part]) for part in parts]
-            num_bytes = sum(value.nbytes for value in values)
-            if num_bytes > _INLINE_BYTES:
-                values = _Reference([import_ray().put(values)])
-            else:
-                # The copies must not change, but programs use their buffers again.
-                values = [np.array(value) for value in values]
-            self._snapshots[parts] = self._version, values
-        return self._version, values
+        version, snapshot = self._snapshots.get(parts, (None, None))
+        if version == self._version:
+            return self._version, snapshot
+
+        values = [to_host(self._values[part]) for part in parts]
+        num_bytes = sum(value.nbytes for value in values)
+        if num_bytes > _INLINE_BYTES:
+            answer = _Reference([import_ray().put(values)])
+        else:
+            # The copies must not change, but programs use their buffers again.
+            answer = [np.array(value) for value in values]
+        self._snapshots[parts] = self._version, answer
+        return self._version, answer
 
     def push(self, push: Push) -> int:
         """Applies the changes of a call; returns its staleness.
@@ -187,6 +190,7 @@ class ParameterServer(Actor):
             held = {part: self._values[part] for part in parts}
             new = update(gradients, held)
             self._values.update(new)
+
         for part, change in push.additions.items():
             old = self._values[part]
             self._values[part] = (old + change).astype(old.dtype)

@@ -163,7 +163,10 @@ class Datasets:
 
     def peek(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
         """Returns the next batches of datasets, without taking them."""
-        return {number: self._find(number).peek(n) for number, n in counts.items()}
+        batches: dict[int, list[PyTree]] = {}
+        for number, count in counts.items():
+            batches[number] = self._find(number).peek(count)
+        return batches
 
     def take(self, counts: dict[int, int]) -> dict[int, list[PyTree]]:
         """Returns the next batches, and moves past them."""
@@ -250,6 +253,7 @@ class WorkerTask:
         for slot in spec.reads:
             for location in locations_to_read(self.placed.locations[slot]):
                 reads[location.server].append(location.part)
+
         # A call that sends changes must know the version of the server at its start, so
         # it asks the server even if it reads nothing.
         for slot in (*spec.updated, *spec.additions):
@@ -293,6 +297,7 @@ class WorkerTask:
                     updates, _ = message_for(location)
                     parts = updates.setdefault(key, {})
                     parts[location.part] = location.cut(array)
+
         for slot, leaf in zip(spec.additions, additions, strict=True):
             array = np.asarray(leaf)
             for location in self.placed.locations[slot]:

@@ -1,7 +1,7 @@
 """Variables on parameter servers: where each lives, and the coordinator's copies."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,24 +160,10 @@ class Variables:
         types = {number: known[number].type for number in numbers}
         paths = {number: known[number].path for number in numbers}
         split = SplitUpdate(load_transformation(dumped), spec, types, paths)
-
-        new: list[int] = []
-        # A variable weighs as much as its state, which is on the same server.
-        sizes = {param: types[param].num_bytes for param in spec.param_slots}
-        for slot, owner in split.owners.items():
-            if owner is not None:
-                sizes[owner] += types[slot].num_bytes
-
-        # The largest first, because the small ones fill the gaps that are left.
-        largest_first = sorted(sizes, key=lambda param: (-sizes[param], param))
-        for param in largest_first:
-            if not known[param].locations:
-                num_parts = self._count_parts(param, split)
-                self._assign(param, num_parts, sizes[param])
-                new.append(param)
+        new = self._place_parameters(spec, split, types)
 
         found: set[int] = set()
-        for param in sizes:
+        for param in spec.param_slots:
             found.update(location.server for location in known[param].locations)
         servers = sorted(found)
 
@@ -198,6 +184,26 @@ class Variables:
                 )
         update = LocalUpdate(dumped, spec, split.owners, types)
         self._updates[key] = update, servers
+        return new
+
+    def _place_parameters(
+        self, spec: UpdateSpec, split: SplitUpdate, types: Mapping[int, ArrayType]
+    ) -> list[int]:
+        """Places the parameters of one update; returns the new ones."""
+        # A parameter counts with its state, which is on the same server.
+        sizes = {param: types[param].num_bytes for param in spec.param_slots}
+        for slot, owner in split.owners.items():
+            if owner is not None:
+                sizes[owner] += types[slot].num_bytes
+
+        # The largest first, because the small ones fill the gaps that are left.
+        largest_first = sorted(sizes, key=lambda param: (-sizes[param], param))
+        new: list[int] = []
+        for param in largest_first:
+            if not self._variables[param].locations:
+                num_parts = self._count_parts(param, split)
+                self._assign(param, num_parts, sizes[param])
+                new.append(param)
         return new
 
     def _count_parts(self, number: int, split: SplitUpdate) -> int:
@@ -247,7 +253,10 @@ class Variables:
                 types, values = messages.setdefault(location.server, ({}, {}))
                 types[number] = variable.type
                 values[location.part] = location.cut(array)
-        asked = [servers[i].put.remote(*message) for i, message in messages.items()]
+
+        asked: list[Any] = []
+        for index, (types, values) in messages.items():
+            asked.append(servers[index].put.remote(types, values))
         import_ray().get(asked)
         # ORDER: only values that have arrived count as held.
         for number, leaf in leaves.items():
@@ -299,6 +308,7 @@ class Variables:
                 slot = variable.slot
                 _, held = leaves.setdefault(id(slot), (slot, slot.read()))
                 held[variable.offset] = variable.held
+
             # A slot with several arrays is written once.
             for slot, held in leaves.values():
                 slot.write(held)
