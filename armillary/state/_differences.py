@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from armillary.state._adapters import node_adapter
-from armillary.state._slots import ABSENT, PLAIN, describe, is_equal
+from armillary.state._slots import ABSENT, PLAIN, Slot, describe, is_equal
 from armillary.state._walk import HolderFact, Walk
 
 _LEAF = jax.tree.structure(0)
@@ -50,16 +50,23 @@ def find_facts(walk: Walk, names: Collection[str] | None) -> Facts:
 
                 place = part.way.join(node.path, name)
                 slot = walk.slots.get((id(part.source), name))
-                if slot is None:
-                    # A dictionary may have an attribute and an item of the same name.
-                    key = (name, part.way) if (place, name) in facts else name
-                    facts[place, key] = walk.fact(value)
+                if slot is not None:
+                    facts |= _find_facts_of_slot(walk, slot, place, name)
                     continue
 
-                # The arrays of a slot may change, and nothing else in it.
-                facts[place, name] = _SlotFact(slot.treedef, tuple(slot.is_dynamic))
-                for leaf_path, leaf in slot.others:
-                    facts[leaf_path, None] = walk.fact(leaf)
+                # A dictionary may have an attribute and an item of the same name.
+                is_taken = (place, name) in facts
+                key = (name, part.way) if is_taken else name
+                facts[place, key] = walk.fact(value)
+    return facts
+
+
+def _find_facts_of_slot(walk: Walk, slot: Slot, place: str, name: Any) -> Facts:
+    """Returns the facts about a slot, whose arrays may change, and nothing else."""
+    facts: Facts = {}
+    facts[place, name] = _SlotFact(slot.treedef, tuple(slot.is_dynamic))
+    for leaf_path, leaf in slot.others:
+        facts[leaf_path, None] = walk.fact(leaf)
     return facts
 
 
@@ -92,6 +99,7 @@ def _is_alike(old: Any, new: Any, fixed: Collection[int]) -> bool:
     are_holders = isinstance(old, HolderFact) and isinstance(new, HolderFact)
     if not are_holders:
         return is_equal(old, new)
+
     may_be_new = id(old.value) not in fixed
     is_allowed = may_be_new or old.value is new.value
     is_alike = old.kind == new.kind and old.path == new.path
@@ -104,6 +112,7 @@ def _became(old: Any, new: Any) -> str:
         return f"{_describe(new)} was put there"
     if new is ABSENT:
         return f"{_describe(old)} was removed"
+
     before = _describe(old)
     now = _describe(new)
     if before == now:

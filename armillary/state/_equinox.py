@@ -54,12 +54,12 @@ def _replica_type() -> Any:
 
         def set(self, item: Any, value: Any) -> Any:
             old = self.get(item)
-            value = jax.tree.map(jnp.asarray, value)
+            new = jax.tree.map(jnp.asarray, value)
             # Equinox refuses another structure itself.
-            has_same_structure = jax.tree.structure(old) == jax.tree.structure(value)
+            has_same_structure = jax.tree.structure(old) == jax.tree.structure(new)
             if has_same_structure:
-                value = jax.tree.map(_with_mesh_of, old, value)
-            changed = super().set(item, value)
+                new = jax.tree.map(_with_mesh_of, old, new)
+            changed = super().set(item, new)
             return _make(type(self), changed)
 
         def substate(self, pytree: Any) -> Any:
@@ -83,6 +83,7 @@ def _with_mesh_of(old: Any, new: Any) -> Any:
     has_other_mesh = is_alike and before != now
     if not has_other_mesh or not _is_real(now.dtype):
         return new
+
     # The maximum of a value and itself is an operation that changes no real value.
     return jax.lax.max(new, new)
 

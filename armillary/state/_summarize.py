@@ -108,11 +108,13 @@ class ModelSummary:
         """The parts into which the model divides first, the largest part first."""
         holders = [row.path.split("/")[:-1] for row in self.parameters]
         depth = 1 + _count_shared(holders)
+
         parts: dict[str, list[ArrayRow]] = collections.defaultdict(list)
         for row, names in zip(self.parameters, holders, strict=True):
             part = "/".join(names[:depth])
             # An array that is in no part stands for itself.
             parts[part or row.path].append(row)
+
         sizes = [_sum(name, rows) for name, rows in parts.items()]
         return sorted(sizes, key=lambda size: -size.count)
 
@@ -121,17 +123,23 @@ class ModelSummary:
         others = [row for row in self.rows if not row.is_parameter]
         if others:
             sums.append(_sum("other state", others))
-        if any(row.place for row in self.rows):
-            return self._make_table_of_places(sums)
 
+        has_places = any(row.place for row in self.rows)
+        if has_places:
+            return self._make_table_of_places(sums)
+        return self._make_table_of_sizes(sums)
+
+    def _make_table_of_sizes(self, sums: "list[ModuleSize]") -> "Table":
         rows: list[tuple[str, ...]] = []
         for row in self.rows:
             count, size = _format_size(row)
             rows.append((row.path, str(row.shape), row.dtype, row.kind, count, size))
+
         totals: list[tuple[str, ...]] = []
         for total in sums:
             count, size = _format_size(total)
             totals.append((total.name, "", "", "", count, size))
+
         head = ["array", "shape", "dtype", "kind", "count", "size"]
         return make_table(head, rows, totals, numbers=["count", "size"])
 
@@ -152,6 +160,7 @@ class ModelSummary:
             size = format_bytes(total.bytes)
             totals.append((total.name, size, "", "", ""))
         totals.append(("on each device", "", "", format_bytes(on_device), ""))
+
         head = ["array", "shape", "divided over", "on each device", "decided by"]
         return make_table(head, rows, totals, numbers=["on each device"])
 
@@ -215,6 +224,7 @@ def summarize(model: Any, strategy: Any = None) -> ModelSummary:
         fix = "Use a strategy such as `armillary.ShardedStrategy()`, or leave it out."
         check_methods("strategy", strategy, ["scope", "run"], fix)
         placement = strategy.placement
+
     if placement is None:
         rows = tuple(_find_rows(model))
     else:
@@ -241,13 +251,13 @@ def find_placement(model: Any) -> Any:
 def find_placed_rows(model: Any, placement: Any) -> Iterator[ArrayRow]:
     """Yields all arrays of a state, with the place of each on the devices."""
     known = {row.path: row for row in _find_rows(model)}
-    for path, array, place in _find_places(model, placement):
-        # Arrays that are not part of the model have no row yet.
-        row = known.get(path) or _row(path, array, "array", False)
-        spec, num_parts, reason = place
+    for path, array, (spec, num_parts, reason) in _find_places(model, placement):
+        row = known.get(path)
+        if row is None:  # as for an array that is not part of the model
+            row = _row(path, array, kind="array", is_parameter=False)
         bytes_on_device = row.bytes // num_parts
-        own = ArrayPlace(tuple(spec), bytes_on_device, reason)
-        yield replace(row, place=own)
+        place = ArrayPlace(tuple(spec), bytes_on_device, reason)
+        yield replace(row, place=place)
 
 
 def _find_places(model: Any, placement: Any) -> list[tuple[str, Any, Any]]:
@@ -261,6 +271,7 @@ def _find_places(model: Any, placement: Any) -> list[tuple[str, Any, Any]]:
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct):
             others[i] = leaf
+
     found: list[tuple[str, Any, Any]] = []
 
     def find(arrays: dict[int, jax.Array]) -> None:
@@ -297,15 +308,17 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
         flags = slot.is_of_optimizer()
         arrays = zip(slot.paths, slot.read(), flags, strict=True)
         for path, array, is_of_optimizer in arrays:
-            if slot.variable is None:
-                # A scalar in an attribute is a loss, a rate or a count.
-                is_trainable = _is_number(array) and array.shape != ()
-                is_of_model = not (has_variables or is_of_optimizer)
-                is_parameter = is_trainable and is_of_model
-                yield _row(path, array, "array", is_parameter)
-            elif slot.key in kinds:
-                kind, is_parameter = kinds[slot.key]
-                yield _row(path, array, kind, is_parameter)
+            if slot.variable is not None:
+                if slot.key in kinds:
+                    kind, is_parameter = kinds[slot.key]
+                    yield _row(path, array, kind, is_parameter)
+                continue
+
+            # A scalar in an attribute is a loss, a rate or a count. Next to variables,
+            # an array is not trained.
+            is_trainable = _is_number(array) and array.shape != ()
+            is_of_model = not has_variables and not is_of_optimizer
+            yield _row(path, array, "array", is_trainable and is_of_model)
 
 
 def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:
@@ -325,6 +338,7 @@ def _find_kinds(walk: Walk) -> dict[Any, tuple[str, bool]]:
     for slot in walk.slots.values():
         if slot.variable is not None:
             slots[adapter_of(slot.variable)].append(slot)
+
     nodes = [node.value for node in walk.nodes.values()]
     kinds: dict[Any, tuple[str, bool]] = {}
     for adapter, own in slots.items():

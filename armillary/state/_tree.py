@@ -72,10 +72,14 @@ def leaves_of(
     above: tuple[Any, ...] = (),
 ) -> Iterator[Leaf]:
     """Yields the leaves of a pytree, in the order of JAX."""
-    children = None if is_leaf and is_leaf(tree) else children_with_keys(tree)
+    children = None
+    is_known_leaf = is_leaf is not None and is_leaf(tree)
+    if not is_known_leaf:
+        children = children_with_keys(tree)
     if children is None:
         yield Leaf(keys, tree, above)
         return
+
     # A variable has one value, and its key is left out of paths.
     depth = 1 if is_tree_variable(tree) else 0
     for own, child in children:
@@ -97,14 +101,18 @@ class TreeSlot(Slot):
         may_have_kinds = has_statistics or "equinox" in sys.modules
         if self.is_leaf or not may_have_kinds:
             return super().kinds()
-        leaves = leaves_of(self.get(), self._is_claimed)
-        return [kind_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
+        return list(map(kind_of, self._leaves()))
 
     def axis_names(self) -> list[AxisNames | None]:
         if self.is_leaf:
             return super().axis_names()
+        return list(map(_axis_names_of, self._leaves()))
+
+    def _leaves(self) -> list[Leaf]:
+        """Returns the arrays of the pytree, each with the nodes around it."""
+        # Not cached, because leaves hold tracers inside a step.
         leaves = leaves_of(self.get(), self._is_claimed)
-        return [_axis_names_of(leaf) for leaf in leaves if self._is_state(leaf.value)]
+        return [leaf for leaf in leaves if self._is_state(leaf.value)]
 
 
 def _axis_names_of(leaf: Leaf) -> AxisNames | None:
@@ -139,11 +147,6 @@ class PureSlot(TreeSlot):
     ) -> None:
         self.owner = owner
         super().__init__(source, name, path, get=get, put=put, is_leaf=is_object)
-
-    def _leaves(self) -> list[Leaf]:
-        # Not cached, because leaves hold tracers inside a step.
-        leaves = leaves_of(self.get(), is_object)
-        return [leaf for leaf in leaves if self._is_state(leaf.value)]
 
     def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
         value = self.get()
