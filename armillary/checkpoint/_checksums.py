@@ -60,6 +60,7 @@ def write_checksums(
             names = {file.relative_to(folder).as_posix(): file for file in files}
             new = [file for name, file in names.items() if name not in known]
             sums |= measure_all(folder, new)
+
     content = {"crc": _sum_up(sums), "files": sums}
     (folder / CHECKSUM_FILE).write_text(json.dumps(content))
 
@@ -106,10 +107,11 @@ def find_damage(folder: epath.Path, peers: Peers = ALONE) -> str | None:
         return str(error)
 
     left_to_others = _share_out(expected, peers)
-    own_sizes = [
-        size for name, (size, _) in expected.items() if name not in left_to_others
-    ]
-    transfer = Transfer(Category.RESTORING, "verified", sum(own_sizes))
+    num_bytes = 0
+    for name, (size, _) in expected.items():
+        if name not in left_to_others:
+            num_bytes += size
+    transfer = Transfer(Category.RESTORING, "verified", num_bytes)
 
     def verify(name: str) -> str | None:
         if name in left_to_others:

@@ -63,6 +63,7 @@ def compute_digests(leaves: Mapping[str, Any]) -> dict[str, str]:
             sums[path] = _start(leaf)
             if is_on_host(leaf):
                 jax.block_until_ready(sums[path])
+
     digests: dict[str, str] = {}
     for path, pair in sums.items():
         first, second = np.asarray(pair).tolist()
@@ -83,6 +84,8 @@ def _start(leaf: Any) -> jax.Array:
         return _sum_up(leaf.addressable_data(0))
     if leaf.is_fully_addressable:
         return _sum_up(leaf)
+
+    # The sums of all processes, so that each of them has the same digest.
     assert isinstance(leaf.sharding, NamedSharding)
     result = everywhere(leaf.sharding.mesh)
     return jax.jit(_sum_up, out_shardings=result)(leaf)
@@ -125,11 +128,13 @@ def _as_words(array: jax.Array) -> jax.Array:
         return array.astype(jnp.uint32)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _as_words(jnp.stack([array.real, array.imag], axis=-1))
+
     is_float = jnp.issubdtype(dtype, jnp.floating)
     limits = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
     bits = limits.bits
     if bits < 8:
         return _as_words(array.astype(jnp.float32))  # exact
+
     # A number of 64 bits becomes two words along a new axis.
     word = _WORDS.get(bits, jnp.uint32)
     return lax.bitcast_convert_type(array, word).astype(jnp.uint32)

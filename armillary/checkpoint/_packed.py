@@ -67,68 +67,85 @@ def pack(name: str, value: Any, describe: Callable[[], str]) -> Packed:
         value: The state.
         describe: Returns the origin of the state, for messages.
     """
-    arrays: dict[str, np.ndarray] = {}
-    num_arrays = 0
-
-    def refuse(part: Any, path: str) -> TypeError:
-        place = f" at `{path}`" if path else ""
-        return TypeError(
-            f"{describe()} returned {part!r:.60} of type {type(part).__name__}{place}, "
-            "which a checkpoint cannot hold. Return numbers, strings, bytes, NumPy "
-            "arrays, and lists, tuples and dictionaries of them."
-        )
-
-    def pack_array(array: np.ndarray, path: str, kind: str) -> dict[str, Any]:
-        nonlocal num_arrays
-        num_arrays += 1
-        if isinstance(array, np.ma.MaskedArray) or not is_storable(array.dtype):
-            raise refuse(array, path)
-        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-        marked = {MARK: kind, "dtype": array.dtype.name, "shape": list(array.shape)}
-        if array.nbytes <= _MOST_INLINE_BYTES:
-            return {**marked, "data": _as_text(array.tobytes())}
-        # Named by number, because two keys may be equal as text. A keyword has no dot.
-        full_name = f"{name}.state/{len(arrays)}"
-        arrays[full_name] = array
-        return {**marked, "name": full_name}
-
-    def pack_dictionary(held: Mapping[Any, Any], path: str) -> dict[str, Any]:
-        parts = [pack_value(part, _join(path, key)) for key, part in held.items()]
-        has_texts = all(type(key) is str for key in held)
-        if has_texts and MARK not in held:
-            return dict(zip(held, parts, strict=True))
-        keys = [pack_value(key, path) for key in held]
-        return {MARK: "dictionary", "keys": keys, "values": parts}
-
-    def pack_items(items: Any, path: str) -> list[Any]:
-        return [pack_value(part, _join(path, i)) for i, part in enumerate(items)]
-
-    def pack_value(part: Any, path: str) -> Any:
-        match part:
-            case np.ndarray():
-                return pack_array(part, path, "array")
-            case np.generic():
-                return pack_array(np.asarray(part), path, "scalar")
-            case None | bool() | int() | float() | str():
-                return part
-            case bytes():
-                return {MARK: "bytes", "data": _as_text(part)}
-            case list():
-                return pack_items(part, path)
-            case tuple():
-                return {MARK: "tuple", "items": pack_items(part, path)}
-            case dict():
-                return pack_dictionary(part, path)
-        raise refuse(part, path)
-
+    packer = _Packer(name, describe)
     try:
-        state = pack_value(value, "")
+        state = packer.pack_value(value, "")
     except RecursionError:
         raise TypeError(
             f"{describe()} returned a state that holds itself, which a checkpoint "
             "cannot hold. Return copies of its parts."
         ) from None
-    return Packed(state, arrays, has_arrays=num_arrays > 0)
+    return Packed(state, packer.arrays, packer.has_arrays)
+
+
+class _Packer:
+    """Packs the parts of one state.
+
+    Attributes:
+        arrays: The arrays that are too large to be text, by name.
+        has_arrays: Whether the state has any arrays or numbers of NumPy.
+    """
+
+    def __init__(self, name: str, describe: Callable[[], str]) -> None:
+        self._name = name
+        self._describe = describe
+        self.arrays: dict[str, np.ndarray] = {}
+        self.has_arrays = False
+
+    def pack_value(self, part: Any, path: str) -> Any:
+        match part:
+            case np.ndarray():
+                return self._pack_array(part, path, "array")
+            case np.generic():
+                return self._pack_array(np.asarray(part), path, "scalar")
+            case None | bool() | int() | float() | str():
+                return part
+            case bytes():
+                return {MARK: "bytes", "data": _as_text(part)}
+            case list():
+                return self._pack_items(part, path)
+            case tuple():
+                return {MARK: "tuple", "items": self._pack_items(part, path)}
+            case dict():
+                return self._pack_dictionary(part, path)
+        raise self._refuse(part, path)
+
+    def _pack_items(self, items: Any, path: str) -> list[Any]:
+        return [self.pack_value(part, _join(path, i)) for i, part in enumerate(items)]
+
+    def _pack_dictionary(self, held: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        parts: list[Any] = []
+        for key, part in held.items():
+            parts.append(self.pack_value(part, _join(path, key)))
+
+        is_json = all(type(key) is str for key in held)
+        if is_json and MARK not in held:
+            return dict(zip(held, parts, strict=True))
+        keys = [self.pack_value(key, path) for key in held]
+        return {MARK: "dictionary", "keys": keys, "values": parts}
+
+    def _pack_array(self, array: np.ndarray, path: str, kind: str) -> dict[str, Any]:
+        self.has_arrays = True
+        if isinstance(array, np.ma.MaskedArray) or not is_storable(array.dtype):
+            raise self._refuse(array, path)
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+        marked = {MARK: kind, "dtype": array.dtype.name, "shape": list(array.shape)}
+        if array.nbytes <= _MOST_INLINE_BYTES:
+            return {**marked, "data": _as_text(array.tobytes())}
+
+        # Named by number, because two keys may be equal as text. A keyword has no dot.
+        full_name = f"{self._name}.state/{len(self.arrays)}"
+        self.arrays[full_name] = array
+        return {**marked, "name": full_name}
+
+    def _refuse(self, part: Any, path: str) -> TypeError:
+        place = f" at `{path}`" if path else ""
+        kind = type(part).__name__
+        return TypeError(
+            f"{self._describe()} returned {part!r:.60} of type {kind}{place}, which a "
+            "checkpoint cannot hold. Return numbers, strings, bytes, NumPy arrays, and "
+            "lists, tuples and dictionaries of them."
+        )
 
 
 def unpack(state: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -158,6 +175,7 @@ def _unpack_marked(
     dtype = np.dtype(rest["dtype"])
     if "name" in rest:
         array = arrays[rest["name"]].astype(dtype, copy=False)
+        # The program may write to the array of a state, as it did to its own.
         if not array.flags["W"]:
             array = array.copy()
     else:

@@ -229,9 +229,11 @@ def restore_from(
         leaves = checkpoint.read_leaves()
         with _reading(source):
             saved, states, evaluation = source.read_manifest()
+
         own = describe_leaves(leaves)
         for name, digest in _find_own_digests(checkpoint, leaves, saved, selection):
             own[name] = dataclasses.replace(own[name], digest=digest)
+
         program = _as_specs(own, checkpoint.states)
         all_saved = _as_specs(saved, states)
         selection = selection._replace(passing=tuple(checkpoint.passing))
@@ -246,6 +248,8 @@ def restore_from(
         full = [name for name in taken if name in saved and saved[name].is_stored]
         taken_states = {name: states[name] for name in taken if name in states}
         new_states = _read_states(source, taken_states)
+        has_digests = any(spec.digest for spec in saved.values())
+        leaves_out = has_digests or bool(checkpoint.left_out.paths)
 
         def read(names: Sequence[str]) -> dict[str, Any]:
             shardings = {name: stored_sharding(leaves[name]) for name in names}
@@ -253,7 +257,7 @@ def restore_from(
                 stored = source.read_arrays(shardings, saved)
             restored = {name: as_restored(stored[name], leaves[name]) for name in names}
             _check_left_out(checkpoint, source, leaves, restored)
-            if checkpoint.left_out.paths or any(spec.digest for spec in saved.values()):
+            if leaves_out:
                 # A base may be wrong in a single process, whose error arrives here.
                 get_peers().gather("the arrays that a checkpoint leaves out", "")
             return restored
@@ -274,24 +278,38 @@ def restore_from(
 
     done = tuple(name for name in taken if name not in refused)
     positions = tuple(sorted(checkpoint.data_positions))
-    refusals: list[str] = []
-    for name in sorted(refused):
-        text = refused[name]
-        # The last line of a long message is the fix, which is not needed here.
-        shown = text.rpartition("\n")[0] or text
-        refusals.append(f"~ {show_path(name, positions)}: {shown}")
     report = RestoreReport(
         path=str(source),
         restored=done,
         kept=tuple(sorted(program.keys() - done)),
         unused=tuple(sorted(all_saved.keys() - done)),
-        differences=(*differences, *refusals),
+        differences=(*differences, *_describe_refused(refused, positions)),
         data_positions=positions,
     )
-    if report.kept or report.unused:
-        is_new = selection.only is None and report.kept
-        logger.log(logging.WARNING if is_new else logging.INFO, "%s", report)
+    _log_incomplete(report, selection)
     return report, evaluation
+
+
+def _describe_refused(
+    refused: Mapping[str, str], positions: Sequence[str]
+) -> list[str]:
+    """Returns a line for each state that its object has refused."""
+    lines: list[str] = []
+    for name in sorted(refused):
+        text = refused[name]
+        # The last line of a long message is the fix, which is not needed here.
+        shown = text.rpartition("\n")[0] or text
+        lines.append(f"~ {show_path(name, positions)}: {shown}")
+    return lines
+
+
+def _log_incomplete(report: RestoreReport, selection: Selection) -> None:
+    """Logs a restore that did not use everything; a new part is worth a warning."""
+    if not report.kept and not report.unused:
+        return
+    is_new = selection.only is None and report.kept
+    level = logging.WARNING if is_new else logging.INFO
+    logger.log(level, "%s", report)
 
 
 def _read_states(source: Source, states: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,20 +390,27 @@ def verify(
         own = _look(chosen, directory, peers if is_one_copy else ALONE)
     text = json.dumps([*own, str(directory)])
     texts = peers.gather("the checkpoint to restore", text)
-    found = [json.loads(text) for text in texts]
-    if len({text for text, is_damaged, _ in found if not is_damaged}) > 1:
-        shown = "\n".join(
-            f"  process {index} of {peers.count}: {text}, in {place}"
-            for index, (text, _, place) in enumerate(found)
-        )
+
+    damages: dict[int, str] = {}
+    contents: set[str] = set()
+    lines: list[str] = []
+    for index, text in enumerate(texts):
+        content, is_damaged, place = json.loads(text)
+        lines.append(f"  process {index} of {peers.count}: {content}, in {place}")
+        if is_damaged:
+            damages[index] = content
+        else:
+            contents.add(content)
+    if len(contents) > 1:
+        shown = "\n".join(lines)
         raise CheckpointError(
             f"The processes do not see the same checkpoint to restore:\n{shown}\n"
             "Give `CheckpointManager` a directory that all processes see, such as a "
             "directory on a shared file system. Nothing was restored."
         )
 
-    damages = {i: text for i, (text, is_damaged, _) in enumerate(found) if is_damaged}
-    is_same_in_all = len(damages) == peers.count and len(set(damages.values())) == 1
+    is_damaged_in_all = len(damages) == peers.count
+    is_same_in_all = is_damaged_in_all and len(set(damages.values())) == 1
     if is_same_in_all:
         return damages[0]
     who = [f"in process {i} of {peers.count}, {text}" for i, text in damages.items()]

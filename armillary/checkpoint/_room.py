@@ -23,7 +23,8 @@ from armillary.distribute._global_arrays import is_on_host
 
 # Other programs and other parts of this program need memory, too.
 _USABLE_SHARE = 0.9
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
 # The line of `status` that counts for each limit of a process.
 _COUNTED = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
 
@@ -53,10 +54,14 @@ def has_room(leaves: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> bool:
         own_bytes.append(sum(size for _, size in parts))
         for place, size in parts:
             needed[place] += size
+    # The values pass through buffers in the memory of the machine.
     needed[None] += count_buffer_bytes(own_bytes)
-    return all(
-        size <= _USABLE_SHARE * find_bytes_left(place) for place, size in needed.items()
-    )
+
+    for place, size in needed.items():
+        most = _USABLE_SHARE * find_bytes_left(place)
+        if size > most:
+            return False
+    return True
 
 
 def _find_parts(leaf: Any, spec: LeafSpec) -> Iterator[tuple[Any, int]]:

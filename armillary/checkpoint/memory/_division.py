@@ -33,9 +33,11 @@ def find_own_parts(content: Content, peers: Peers) -> Parts:
             if _is_divided(leaf):
                 owners = _find_owners(leaf, num_elements)
             stored = as_stored(leaf, peers)
-            if stored is not None:
-                parts = _find_parts(stored, owners, peers.index)
-                own.update({(name, box): part for box, part in parts.items()})
+            if stored is None:
+                continue
+            for box, part in _find_parts(stored, owners, peers.index).items():
+                own[name, box] = part
+
     if peers.index == 0:
         for name, array in content.state_arrays.items():
             own[name, _whole(array)] = array
@@ -57,9 +59,13 @@ def _find_owners(leaf: jax.Array, num_elements: list[int]) -> dict[Box, int]:
         box = as_box(index, leaf.shape)
         holders.setdefault(box, set()).add(device.process_index)
 
+    def rank(process: int) -> tuple[int, int]:
+        return num_elements[process], process
+
+    # The holder that owns the least, so that all processes write about as much.
     owners: dict[Box, int] = {}
     for box, processes in holders.items():
-        owner = min(processes, key=lambda process: (num_elements[process], process))
+        owner = min(processes, key=rank)
         owners[box] = owner
         num_elements[owner] += math.prod(box.shape)
     return owners

@@ -43,12 +43,13 @@ class Offer:
 def parse_offer(text: str) -> Offer:
     """Returns an offer from its text."""
     fields = json.loads(text)
-    address = fields.pop("address")
     shares: list[tuple[Place, Snapshot]] = []
     for place, facts in fields.pop("shares"):
         shares.append((Place(*place), Snapshot(**facts)))
-    found = None if address is None else Address(*address)
-    return Offer(address=found, shares=shares, **fields)
+
+    parts = fields.pop("address")
+    address = None if parts is None else Address(*parts)
+    return Offer(address=address, shares=shares, **fields)
 
 
 class Candidate(NamedTuple):
@@ -71,8 +72,9 @@ class Candidate(NamedTuple):
 
         for index in sorted(self.holders):
             holder = min(self.holders[index], key=rank)
-            num_taken[holder.process] = num_taken.get(holder.process, 0) + 1
             chosen[index] = holder
+            num_before, _ = rank(holder)
+            num_taken[holder.process] = num_before + 1
         return chosen
 
 

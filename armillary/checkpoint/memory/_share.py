@@ -42,14 +42,21 @@ class Box(NamedTuple):
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
         """Returns the place of this part in an array that holds `outer` alone."""
-        firsts = zip(self.start, self.stop, outer.start, strict=True)
-        return tuple(slice(a - first, b - first) for a, b, first in firsts)
+        place: list[slice] = []
+        for start, stop, first in zip(self.start, self.stop, outer.start, strict=True):
+            place.append(slice(start - first, stop - first))
+        return tuple(place)
 
 
 def as_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Returns the part of an array of this shape that slices select."""
-    ranges = [each.indices(size) for each, size in zip(index, shape, strict=True)]
-    return Box(tuple(a for a, _, _ in ranges), tuple(b for _, b, _ in ranges))
+    starts: list[int] = []
+    stops: list[int] = []
+    for each, size in zip(index, shape, strict=True):
+        start, stop, _ = each.indices(size)
+        starts.append(start)
+        stops.append(stop)
+    return Box(tuple(starts), tuple(stops))
 
 
 class Part(NamedTuple):
@@ -109,10 +116,12 @@ def parse_share(content: str) -> Share:
     crc, _, text = content.partition("\n")
     if crc != str(zlib.crc32(text.encode())):
         raise ValueError("its checksum differs")
+
     fields = json.loads(text)
     parts: list[Part] = []
     for name, (start, stop), *others in fields.pop("parts"):
-        parts.append(Part(name, Box(tuple(start), tuple(stop)), *others))
+        box = Box(tuple(start), tuple(stop))
+        parts.append(Part(name, box, *others))
     snapshot = Snapshot(**fields.pop("snapshot"))
     return Share(snapshot=snapshot, parts=tuple(parts), **fields)
 
@@ -152,7 +161,14 @@ def write_parts(
         for (name, box), array in parts.items():
             # The name of a dtype has no byte order.
             array = array.astype(array.dtype.newbyteorder("="), copy=False)
-            part = Part(name, box, array.dtype.name, stream.tell(), array.nbytes, 0)
+            part = Part(
+                name,
+                box,
+                dtype=array.dtype.name,
+                offset=stream.tell(),
+                size=array.nbytes,
+                crc=0,
+            )
             placed.append(part)
             stream.write(_as_bytes(array))
             note(array.nbytes)
