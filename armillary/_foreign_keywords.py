@@ -13,6 +13,7 @@ _HAS_A_MANAGER = (
 )
 _OF_THE_CONTROLLER = "`Controller` takes it: `{}`."
 _OF_THE_DATA = "The data has it: `armillary.data.from_arrays(arrays, {})`."
+_IN_EPOCHS = "It is called `epochs` here."
 _OF_THE_EVALUATOR = "The evaluator takes it: `evaluator=Evaluator(eval_dataset)`."
 _WEIGHTS = (
     "Weight the losses in `train_step`: `armillary.weighted_mean(losses, weights)`."
@@ -51,6 +52,17 @@ ANSWERS = {
     "Controller.num_steps": _OF_METHODS.format("train(steps=...)"),
     "Controller.epochs": _OF_METHODS.format("train(epochs=...)"),
     "max_epochs": _OF_METHODS.format("train(epochs=...)"),
+    "Controller.train.max_epochs": _IN_EPOCHS,
+    "Controller.train.num_train_epochs": _IN_EPOCHS,
+    "Controller.train.max_steps": "It is called `steps` here.",
+    "Controller.train.train_steps": "It is called `steps` here.",
+    "Controller.train_and_evaluate.max_epochs": _IN_EPOCHS,
+    "Controller.train_and_evaluate.num_train_epochs": _IN_EPOCHS,
+    "Controller.train_and_evaluate.train_epochs": _IN_EPOCHS,
+    "Controller.train_and_evaluate.max_steps": "It is called `train_steps` here.",
+    "Controller.train_and_evaluate.limit_val_batches": (
+        "It is called `eval_steps` here."
+    ),
     "Controller.train_dataset": _OF_THE_TRAINER.format("train_dataset"),
     "Controller.train_data": _OF_THE_TRAINER.format("train_dataset"),
     "Controller.batch_size": _OF_THE_DATA.format("batch_size=..."),
@@ -60,6 +72,29 @@ ANSWERS = {
         "`shuffle_seed=0` for the data."
     ),
     "Controller.eval_dataset": _OF_THE_EVALUATOR,
+    "Controller.train_dataloaders": _OF_THE_TRAINER.format("train_dataset"),
+    "Controller.val_dataloaders": _OF_THE_EVALUATOR,
+    "Controller.datamodule": (
+        "The trainer and the evaluator take their data: "
+        "`trainer=Trainer(train_dataset)`, `evaluator=Evaluator(eval_dataset)`."
+    ),
+    "Controller.overfit_batches": (
+        "Give the trainer few examples: "
+        "`armillary.data.from_arrays(few, batch_size=..., repeat=True)`."
+    ),
+    "Controller.detect_anomaly": (
+        'The trainer takes it: `StandardTrainerOptions(on_non_finite="raise")`.'
+    ),
+    "Controller.check_val_every_n_epoch": (
+        "Leave it out: `train_and_evaluate(epochs=...)` evaluates after each epoch."
+    ),
+    "drop_last": "It is called `drop_remainder` here.",
+    "num_workers": "It is called `num_threads` here.",
+    "from_arrays.num_workers": "Leave it out: the arrays are in memory.",
+    "collate_fn": (
+        "Leave it out: a batch has the structure of an example, with a batch axis."
+    ),
+    "pin_memory": "Leave it out: a thread sends the batches ahead of the steps.",
     "Controller.validation_data": _OF_THE_EVALUATOR,
     "Controller.validation_split": (
         "Divide the arrays first, and give the evaluator its part: "

@@ -62,6 +62,10 @@ _LOG = (
     "(`self.loss.update(values=loss)`), and return it from `{}`: "
     '`return {{"loss": self.loss.compute()}}`.'
 )
+_ACTIONS = (
+    "The callbacks of a `Controller` are in `armillary.actions`, such as "
+    "`armillary.actions.EarlyStopping(...)`."
+)
 _OPTION = "Write `armillary.InputOptions(prefetch=..., place_on_device=...)`."
 
 # A plain name is answered by every package. `owner.name` is answered by objects of that
@@ -225,7 +229,7 @@ NAMES = {
     "layers": _KERAS.format("layers"),
     "losses": _KERAS.format("losses"),
     "optimizers": _KERAS.format("optimizers"),
-    "callbacks": _KERAS.format("callbacks"),
+    "callbacks": _ACTIONS + " " + _KERAS.format("callbacks"),
     "datasets": _KERAS.format("datasets"),
     "keras.metrics": _KERAS.format("metrics"),
     "keras.utils": (
@@ -245,6 +249,29 @@ NAMES = {
         "`strategy.scope()`, or `armillary.keras.KerasTrainer(model, dataset)` with a "
         "`Controller`."
     ),
+    # Lightning
+    "LightningModule": (
+        "Derive from `armillary.StandardTrainer`, and for validation from "
+        "`armillary.StandardEvaluator`. `armillary.Controller(...)` runs them."
+    ),
+    "Trainer": (
+        "Write `armillary.Controller(trainer=trainer, ...)`, with a trainer derived "
+        "from `armillary.StandardTrainer`."
+    ),
+    "LightningDataModule": (
+        "Write `armillary.data.from_arrays(arrays, batch_size=...)`, once for the "
+        "trainer and once for the evaluator."
+    ),
+    "ModelCheckpoint": (
+        "Write `armillary.CheckpointManager(checkpoint, directory, keep_best=..., "
+        "higher_is_better=...)`."
+    ),
+    "Callback": _ACTIONS,
+    "seed_everything": (
+        "Write `nnx.Rngs(0)` for the model, and `shuffle_seed=0` for the data."
+    ),
+    "CheckpointManager.best_model_path": "Write `manager.best_checkpoint`.",
+    "CheckpointManager.last_model_path": "Write `manager.latest_checkpoint`.",
     # Methods of objects, also of other libraries
     "Controller.fit": (
         "Write `controller.train(steps)`, or `controller.train(epochs=2)`."

@@ -45,7 +45,14 @@ OLD = {
     ],
     armillary.Controller.train: [
         *("batch_size", "callbacks", "validation_data", "verbose"),
+        *("max_epochs", "num_train_epochs", "max_steps", "train_steps"),
     ],
+    armillary.Controller.train_and_evaluate: [
+        *("max_epochs", "num_train_epochs", "train_epochs", "max_steps"),
+        "limit_val_batches",
+    ],
+    armillary.data.from_arrays: ["drop_last", "num_workers", "collate_fn"],
+    armillary.data.from_random_access: ["num_workers", "pin_memory"],
     armillary.Checkpoint.read: ["rename"],
     armillary.keras.KerasTrainer: ["batch_size", "callbacks", "epochs"],
     armillary.StepTrainer: ["callbacks", "epochs"],
@@ -76,7 +83,8 @@ OLD = {
         *("max_checkpoints", "metric_for_best_model", "load_best_model_at_end"),
         *("output_dir", "num_train_epochs", "per_device_train_batch_size"),
         *("logging_steps", "logging_dir", "gradient_accumulation_steps", "bf16"),
-        "max_grad_norm",
+        *("max_grad_norm", "train_dataloaders", "val_dataloaders", "datamodule"),
+        *("overfit_batches", "detect_anomaly", "check_val_every_n_epoch"),
     ],
 }
 

@@ -81,6 +81,25 @@ def test_a_name_that_another_package_has_is_answered_with_its_place():
         _ = armillary.from_arrays
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("LightningModule", "Derive from `armillary.StandardTrainer`, "),
+        ("LightningDataModule", "`armillary.data.from_arrays(arrays, batch_size=...)`"),
+        ("Trainer", "`armillary.Controller(trainer=trainer, ...)`"),
+        ("ModelCheckpoint", "`armillary.CheckpointManager(checkpoint, directory, "),
+        ("Callback", "`armillary.actions.EarlyStopping(...)`"),
+        ("callbacks", "`armillary.actions.EarlyStopping(...)`"),
+        ("seed_everything", "`nnx.Rngs(0)`"),
+    ],
+)
+def test_a_name_of_lightning_is_answered_with_the_line_to_write(name, answer):
+    for package in (armillary, armillary.actions):
+        with pytest.raises(AttributeError) as caught:
+            getattr(package, name)
+        assert answer in str(caught.value)
+
+
 def test_a_name_that_is_answered_is_not_there():
     packages = [importlib.import_module(name) for name in [*PACKAGES, *ALIASES]]
     owners = {each.__name__.rpartition(".")[2]: each for each in packages}
