@@ -9,6 +9,26 @@ _HOOKS = (
     "a trainer has `train_loop_begin`, `train_step` and `train_loop_end`, and an "
     "evaluator `eval_begin`, `eval_step`, `eval_reduce` and `eval_end`"
 )
+# Hooks of Lightning that have another name here.
+_RENAMED = {
+    "on_train_epoch_start": "train_loop_begin",
+    "on_train_epoch_end": "train_loop_end",
+    "training_epoch_end": "train_loop_end",
+    "validation_step": "eval_step",
+    "test_step": "eval_step",
+    "on_validation_epoch_start": "eval_begin",
+    "on_validation_epoch_end": "eval_end",
+    "validation_epoch_end": "eval_end",
+}
+# Advice for names whose replacement is not a method of the same class.
+_ELSEWHERE = {
+    "validation_step": "`eval_step` of a `StandardEvaluator` has this step",
+    "test_step": "`eval_step` of a `StandardEvaluator` has this step",
+    "configure_optimizers": (
+        "a trainer holds its optimizer: write `self.optimizer = "
+        "nnx.Optimizer(self.model, optax.adam(1e-3), wrt=nnx.Param)` in `__init__`"
+    ),
+}
 # Hooks of Keras and Lightning.
 _FOREIGN = re.compile(
     r"on_((fit|train|validation|test)(_epoch|_batch)?|epoch)_(start|begin|end)|"
@@ -43,8 +63,14 @@ def check_hooks(owner: type, base: type, *hooks: str) -> None:
         near = difflib.get_close_matches(meant, left_out, n=1, cutoff=0.85)
         if not (near or _FOREIGN.fullmatch(name)):
             continue
-        fix = f"the method is called `{near[0]}`" if near else _HOOKS
+        hook = near[0] if near else _RENAMED.get(name)
+        if hook in left_out:
+            fix = f"the method is called `{hook}`. Rename it."
+        elif name in _ELSEWHERE:
+            fix = f"{_ELSEWHERE[name]}. Remove it."
+        else:
+            fix = f"{_HOOKS}. Rename it."
         raise TypeError(
-            f"`{owner.__name__}.{name}` would never be called: {fix}. Rename it. "
-            f"If you call it yourself, name it `_{name}`."
+            f"`{owner.__name__}.{name}` would never be called: {fix} If you call it "
+            f"yourself, name it `_{name}`."
         )

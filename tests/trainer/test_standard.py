@@ -1,5 +1,7 @@
 """Tests of `StandardTrainer`: what a step takes, ends of data, replicas, mistakes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -363,6 +365,8 @@ def test_outputs_keep_the_order_of_their_names():
         (armillary.StandardEvaluator, "eval_ends", "eval_end"),
         (armillary.StandardEvaluator, "eval_start", "eval_begin"),
         (armillary.StandardEvaluator, "eval_finish", "eval_end"),
+        (Base, "on_train_epoch_end", "train_loop_end"),
+        (armillary.StandardEvaluator, "on_validation_epoch_end", "eval_end"),
     ],
 )
 def test_a_misspelt_hook_is_an_error(base, name, hook):
@@ -373,12 +377,37 @@ def test_a_misspelt_hook_is_an_error(base, name, hook):
 
 
 @pytest.mark.parametrize("base", [Base, armillary.StandardEvaluator])
-@pytest.mark.parametrize("name", ["on_train_end", "on_epoch_begin", "validation_step"])
+@pytest.mark.parametrize("name", ["on_train_end", "on_epoch_begin"])
 def test_a_hook_of_another_library_is_an_error(base, name):
     names = ["train_step", "eval_step", name]
     kind = type("Kind", (base,), {each: lambda *args: None for each in names})
     with pytest.raises(TypeError, match=f"`Kind.{name}` would never .*, `eval_step`, "):
         kind(make_batches(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("validation_step", "`eval_step` of a `StandardEvaluator`"),
+        ("test_step", "`eval_step` of a `StandardEvaluator`"),
+        ("configure_optimizers", "`self.optimizer = nnx.Optimizer(self.model, "),
+    ],
+)
+def test_a_method_whose_work_is_done_elsewhere_is_answered_with_the_place(name, line):
+    methods = {each: lambda *args: None for each in ("train_step", name)}
+    kind = type("Kind", (armillary.StandardTrainer,), methods)
+
+    with pytest.raises(TypeError, match=re.escape(line)) as caught:
+        kind(make_batches(1))
+    assert "Remove it." in str(caught.value)
+
+
+def test_the_step_of_another_evaluator_is_named_before_the_missing_one():
+    methods = {"validation_step": lambda self, batch, batch_idx: None}
+    ported = type("Ported", (armillary.StandardEvaluator,), methods)
+
+    with pytest.raises(TypeError, match=r"is called `eval_step`\. Rename it"):
+        ported(make_batches(1))
 
 
 def test_the_step_of_another_library_is_named_before_the_missing_one():
