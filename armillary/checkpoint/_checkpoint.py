@@ -22,6 +22,7 @@ from armillary.checkpoint._content import Content, describe_leaves
 from armillary.checkpoint._folder import (
     Saved,
     as_absolute,
+    as_checkpoint,
     as_place,
     describe_new,
     find_all,
@@ -198,7 +199,7 @@ class Checkpoint(OfOneProcess):
             as_paths("skip", skip),
             as_paths("may_differ", may_differ),
         )
-        folder = as_absolute("path", path)
+        folder = as_checkpoint("path", path)
         restored = restore(self, folder.parent, selection, folder)
         assert restored is not None  # or there is an error
         report, _ = restored

@@ -82,6 +82,22 @@ def as_absolute(name: str, path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(check_path(name, path))
 
 
+def as_checkpoint(name: str, path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the absolute path of a checkpoint.
+
+    Raises:
+        TypeError: If it is not a path, such as `None` of a manager without one.
+    """
+    if path is None:
+        raise TypeError(
+            f"`{name}` is None, but it must be the path of a checkpoint. "
+            "`manager.latest_checkpoint` and `manager.best_checkpoint` are None if "
+            "`manager.directory` has no such checkpoint: compare that path, or train "
+            "first."
+        )
+    return as_absolute(name, path)
+
+
 def as_place(name: str, path: str | os.PathLike[str]) -> epath.Path:
     """Returns the absolute path of checkpoints.
 

@@ -26,7 +26,7 @@ from armillary._logging import logger
 from armillary.checkpoint._best import Mark, check_best, is_best, make_mark, read_best
 from armillary.checkpoint._checkpoint import Checkpoint
 from armillary.checkpoint._content import Content
-from armillary.checkpoint._folder import as_absolute, as_place, find_checkpoints
+from armillary.checkpoint._folder import as_checkpoint, as_place, find_checkpoints
 from armillary.checkpoint._reader import restore, restore_from
 from armillary.checkpoint._selection import (
     Paths,
@@ -122,7 +122,7 @@ class CheckpointManager(OfOneProcess):
     ) -> None:
         hours = keep_checkpoint_every_n_hours
         interval = checkpoint_interval
-        fix = "Use `Checkpoint(model=model, optimizer=optimizer)`."
+        fix = "Use `Checkpoint(trainer=trainer)`."
         check_instance("checkpoint", checkpoint, Checkpoint, fix)
         if max_to_keep is not None:
             max_to_keep = check_positive_int("max_to_keep", max_to_keep)
@@ -450,10 +450,18 @@ class CheckpointManager(OfOneProcess):
             "the best checkpoint", lambda: self.best_checkpoint, get_peers()
         )
         if path is None:
+            fix = (
+                "Train and evaluate with `CheckpointManager(..., "
+                'keep_best="accuracy", higher_is_better=True)`.'
+            )
+            if self._best_by is not None:
+                fix = (
+                    f"`keep_best={self._best_by[0]!r}` needs an evaluation: write "
+                    "`Controller(evaluator=..., ...)`, and call `train_and_evaluate`."
+                )
             raise CheckpointError(
                 f"`directory` is {self.directory!r}, in which no checkpoint is known "
-                "as the best. Train and evaluate with `CheckpointManager(..., "
-                'keep_best="accuracy", higher_is_better=True)`.'
+                f"as the best. {fix}"
             )
         return self.restore(path)
 
@@ -482,7 +490,7 @@ class CheckpointManager(OfOneProcess):
                 leaves, except in parts of `may_differ`. In each case, no object is
                 changed.
         """
-        folder = as_absolute("path", path)
+        folder = as_checkpoint("path", path)
         self.sync()
         return self._restore(folder) or str(folder)
 

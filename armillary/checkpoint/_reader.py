@@ -29,6 +29,7 @@ from armillary._checks import counted, list_lines
 from armillary._launcher import SKIPPED, notify_launcher
 from armillary._logging import logger
 from armillary.checkpoint._arrays import count_moved, read_arrays
+from armillary.checkpoint._best import read_best
 from armillary.checkpoint._checksums import CHECKSUM_FILE, find_damage
 from armillary.checkpoint._content import (
     LeafSpec,
@@ -122,11 +123,31 @@ def _check_is_known(folder: epath.Path) -> None:
 def _check_is_checkpoint(folder: epath.Path) -> None:
     problem = read_header(folder)
     # A header that exists but is wrong counts as damage, which is reported later.
-    if not isinstance(problem, Saved) and not (folder / "header").exists():
-        raise CheckpointError(
-            f"`path` is {str(folder)!r}, which is not a complete checkpoint: "
-            f"{problem}. Use one of `manager.checkpoints`."
-        )
+    if isinstance(problem, Saved) or (folder / "header").exists():
+        return
+    reason = f"{problem}" if folder.exists() else "it does not exist"
+    raise CheckpointError(
+        f"`path` is {str(folder)!r}, which is not a complete checkpoint: {reason}. "
+        f"{_suggest_checkpoints(folder)}"
+    )
+
+
+def _suggest_checkpoints(folder: epath.Path) -> str:
+    """Returns the advice for a path that is not a checkpoint."""
+    # A program that only predicts often has the directory of the run, or a wrong name.
+    for directory in (folder, folder.parent):
+        try:
+            saved = find_checkpoints(directory)
+            best = read_best(directory)
+        except (OSError, ValueError):
+            continue  # The advice must not replace the error.
+        if not saved:
+            continue
+        text = f"The newest checkpoint in {str(directory)!r} is `{saved[-1].path.name}`"
+        if best is not None:
+            text += f", and the best is `{best.saved.path.name}`"
+        return f"{text}."
+    return "Use one of `manager.checkpoints`."
 
 
 def _find_latest(directory: epath.Path, peers: Peers) -> epath.Path | None:

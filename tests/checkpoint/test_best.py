@@ -198,7 +198,10 @@ def test_a_controller_saves_a_new_best_and_restores_it(tmp_path, capsys, monkeyp
     controller = make(tmp_path / "run", values, max_to_keep=1)
     manager = controller.checkpoint_manager
     assert manager.best_checkpoint is None
-    with pytest.raises(CheckpointError, match=r"no checkpoint is known as the best\."):
+    reason = (
+        r"no checkpoint is known as the best\. `keep_best='accuracy'` needs an eval"
+    )
+    with pytest.raises(CheckpointError, match=reason):
         manager.restore_best()
     controller.train_and_evaluate(50, eval_interval=10)
     manager.sync()

@@ -192,3 +192,34 @@ def test_an_error_names_the_fault_and_writes_nothing(tmp_path, call, error, mess
         call(tmp_path)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_the_directory_of_a_run_is_answered_with_its_checkpoints(tmp_path):
+    checkpoint = Checkpoint(weights={"w": jnp.zeros(1)})
+    manager = CheckpointManager(checkpoint, tmp_path / "run", max_to_keep=None)
+    for step in (1, 2):
+        manager.save(step)
+    manager.sync()
+
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoint_best"):
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.read(path)
+        text = str(caught.value)
+        assert "is not a complete checkpoint: " in text
+        assert text.endswith(f"in {manager.directory!r} is `checkpoint_2`.")
+    with pytest.raises(CheckpointError, match="checkpoint: it does not exist"):
+        checkpoint.read(tmp_path / "rum" / "checkpoint_2")
+
+
+def test_a_path_of_none_names_where_it_comes_from(tmp_path):
+    checkpoint = Checkpoint(weights={"w": jnp.zeros(1)})
+    manager = CheckpointManager(checkpoint, tmp_path)
+
+    for read in (checkpoint.read, manager.restore):
+        with pytest.raises(TypeError, match=r"`path` is None, .*`manager\.best_check"):
+            read(manager.best_checkpoint)
+
+
+def test_a_trainer_instead_of_a_checkpoint_is_answered_with_the_line(tmp_path):
+    with pytest.raises(TypeError, match=r"Use `Checkpoint\(trainer=trainer\)`"):
+        CheckpointManager(Position(), tmp_path)  # pyright: ignore[reportArgumentType]
