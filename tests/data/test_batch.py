@@ -1,6 +1,7 @@
 """Tests of how the batches of every library become NumPy arrays."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,15 @@ def test_leaves_that_are_not_arrays_are_all_named():
 def test_values_without_numbers_name_the_line_that_makes_some(batch, fix):
     with pytest.raises(TypeError, match=re.escape(fix)):
         check_batch(batch, lambda: "A batch")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_path_of_a_file_names_the_line_that_reads_it(tmp_path, kind):
+    file = tmp_path / "rows.csv"
+    file.write_text("x,label\n1.5,0\n")
+
+    with pytest.raises(TypeError, match=r"`dict\(pandas\.read_csv\(path\)\)`"):
+        from_arrays(kind(file), batch_size=1)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i2", ">i8", "<f8", ">c8"])

@@ -1,5 +1,6 @@
 """The definition of a batch: a pytree of arrays whose first axis counts examples."""
 
+import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -103,6 +104,11 @@ def _find_fix(leaf: Any) -> str:
             "A structured array becomes a dictionary of its columns: "
             "`{name: rows[name] for name in rows.dtype.names}`."
         )
+    if isinstance(leaf, os.PathLike) or (isinstance(leaf, str) and _is_file(leaf)):
+        return (
+            "Read a file into arrays first: write `dict(pandas.read_csv(path))` for "
+            "the columns of a CSV file, or `np.load(path)`."
+        )
     values = leaf.flat if isinstance(leaf, np.ndarray) else [leaf]
     if isinstance(next(iter(values), None), str):
         return (
@@ -113,6 +119,13 @@ def _find_fix(leaf: Any) -> str:
         "Convert them in the dataset, as in `np.asarray(values)` (a masked array by "
         "`values.filled(0)`)."
     )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return os.path.isfile(text)
+    except ValueError:  # Text with a NUL is not a path.
+        return False
 
 
 def is_nest_of_arrays(value: Any) -> bool:
