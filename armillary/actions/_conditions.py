@@ -245,10 +245,12 @@ class EarlyStopping(_BestValue):
             return
         self.num_without_improvement += 1
         if self.num_without_improvement >= self.patience:
+            best = self.best_value
+            shown = "None" if best is None else f"{best:.6g}"
             self._request_stop(
                 f"`{self._name}` has not improved by more than {self.min_delta:g} for "
-                f"{self.patience} outputs in a row; the best value was "
-                f"{self.best_value}, the last one {value}"
+                f"{self.patience} outputs in a row; the best value was {shown}, the "
+                f"last one {value:.6g}"
             )
 
     def begin_training(self) -> None:

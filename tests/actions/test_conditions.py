@@ -102,13 +102,30 @@ def test_the_reason_names_the_values():
         stopping({"loss": loss})
     assert reasons == [
         "`loss` has not improved by more than 0 for 2 outputs in a row; "
-        "the best value was 2.0, the last one 2.5"
+        "the best value was 2, the last one 2.5"
     ]
     # A call after one that was stopped gets its patience back.
     stopping({"loss": 3})
     assert len(reasons) == 1
     stopping({"loss": 3})
     assert len(reasons) == 2
+
+
+def test_the_reason_shows_values_as_log_lines_do():
+    reasons = []
+    stopping = stop_early(reasons.append, patience=1)
+    for loss in (np.float32(0.8875), np.float32(0.8876)):
+        stopping({"loss": loss})
+
+    assert reasons[0].endswith("the best value was 0.8875, the last one 0.8876")
+
+
+def test_a_run_that_is_never_finite_stops_without_a_best_value():
+    reasons = []
+    stopping = stop_early(reasons.append, patience=1)
+    stopping({"loss": float("nan")})
+
+    assert reasons[0].endswith("the best value was None, the last one nan")
 
 
 def test_states_go_through_a_checkpoint():
