@@ -37,7 +37,7 @@ from armillary.controller._loops import LoopRunner
 from armillary.controller._run import Run, finishing, is_reached
 from armillary.controller._saving import Saving, restore_if_good
 from armillary.controller._speeds import Speeds
-from armillary.controller._unsaved import warn_of_unsaved
+from armillary.controller._unsaved import warn_of_uncalled, warn_of_unsaved
 from armillary.controller._warnings import warn_of_bad_arrays, warn_of_evaluators
 from armillary.lifeline._lifeline import get_lifeline
 from armillary.summary._summary_manager import SummaryManager
@@ -186,6 +186,7 @@ class Controller(OfOneProcess):
             if trainer is not None:
                 checkpoint_manager.bind_evaluation(self._saving)
                 warn_of_unsaved(self._actions, trainer, checkpoint_manager.checkpoint)
+                warn_of_uncalled(self._actions, checkpoint_manager.checkpoint)
             is_resumed = self.restore_checkpoint() is not None
         get_lifeline().stop_watching_start()
 

@@ -1,12 +1,13 @@
-"""Warnings about state that checkpoints do not hold."""
+"""Warnings about objects that only the checkpoint or only the controller has."""
 
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 from armillary._checks import counted, list_lines
 from armillary._logging import logger
 from armillary.actions._combined import find_parts
-from armillary.actions._conditions import NewBestMetric
+from armillary.actions._conditions import EarlyStopping, NewBestMetric
 from armillary.checkpoint._checkpoint import Checkpoint, has_position
 from armillary.checkpoint._python_state import is_generator
 from armillary.data._dataset import DistributedDataset
@@ -117,3 +118,20 @@ def warn_of_unsaved(actions: Iterable[Any], trainer: Any, held: Checkpoint) -> N
             "its state. Name it there: `Checkpoint(..., action=action)`.",
             type(part).__name__,
         )
+
+
+def warn_of_uncalled(actions: Iterable[Any], held: Checkpoint) -> None:
+    """Warns if checkpoints hold an `EarlyStopping` that no action calls."""
+    parts = find_parts(actions)
+    # A function of the user may call it.
+    if any(isinstance(part, FunctionType) for part in parts):
+        return
+    called = [id(part) for part in parts]
+    for name, value in held.objects.items():
+        if isinstance(value, EarlyStopping) and id(value) not in called:
+            logger.warning(
+                "The `Checkpoint` holds an `EarlyStopping` as `%s`, but no action of "
+                "the controller calls it, so it never stops the run. Pass it to the "
+                "controller: `eval_actions=[%s]`.",
+                *(name, name),
+            )

@@ -354,6 +354,31 @@ def test_a_run_that_was_stopped_early_does_not_log_that_it_trains(tmp_path, capl
     assert lines[-1].startswith("stopped at step 15: ")
 
 
+def test_an_early_stopping_that_no_action_calls_is_reported(tmp_path, caplog):
+    step = armillary.create_global_step()
+    stop = EarlyStopping(print, "loss", patience=1, higher_is_better=False)
+
+    def make(*eval_actions):
+        caplog.clear()
+        armillary.Controller(
+            evaluator=Program.__new__(Program),
+            trainer=Program.__new__(Program),
+            global_step=step,
+            steps_per_loop=1,
+            eval_actions=eval_actions,
+            checkpoint_manager=armillary.CheckpointManager(
+                armillary.Checkpoint(step=step, stop=stop), tmp_path
+            ),
+        )
+        return caplog.text
+
+    assert "`EarlyStopping` as `stop`" in make()
+    assert "`eval_actions=[stop]`" in make()
+    assert not make(stop)
+    # The function may call it.
+    assert not make(lambda output: stop(output))
+
+
 def test_actions_that_forget_are_reported(tmp_path, caplog):
     step = armillary.create_global_step()
     best = NewBestMetric("loss", higher_is_better=False)
