@@ -22,11 +22,11 @@ _RENAMED = {
 }
 # Advice for names whose replacement is not a method of the same class.
 _ELSEWHERE = {
-    "validation_step": "`eval_step` of a `StandardEvaluator` has this step",
-    "test_step": "`eval_step` of a `StandardEvaluator` has this step",
+    "validation_step": "Write `eval_step` of a `StandardEvaluator`.",
+    "test_step": "Write `eval_step` of a `StandardEvaluator`.",
     "configure_optimizers": (
-        "a trainer holds its optimizer: write `self.optimizer = "
-        "nnx.Optimizer(self.model, optax.adam(1e-3), wrt=nnx.Param)` in `__init__`"
+        "In `__init__`, write `self.optimizer = nnx.Optimizer(self.model, "
+        "optax.adam(1e-3), wrt=nnx.Param)`."
     ),
 }
 # Hooks of Keras and Lightning.
@@ -65,12 +65,12 @@ def check_hooks(owner: type, base: type, *hooks: str) -> None:
             continue
         hook = near[0] if near else _RENAMED.get(name)
         if hook in left_out:
-            fix = f"the method is called `{hook}`. Rename it."
+            fix = f": the method is called `{hook}`. Rename it."
         elif name in _ELSEWHERE:
-            fix = f"{_ELSEWHERE[name]}. Remove it."
+            fix = f". {_ELSEWHERE[name]} Remove this method."
         else:
-            fix = f"{_HOOKS}. Rename it."
+            fix = f": {_HOOKS}. Rename it."
         raise TypeError(
-            f"`{owner.__name__}.{name}` would never be called: {fix} If you call it "
+            f"`{owner.__name__}.{name}` would never be called{fix} If you call it "
             f"yourself, name it `_{name}`."
         )

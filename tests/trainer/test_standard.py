@@ -399,7 +399,7 @@ def test_a_method_whose_work_is_done_elsewhere_is_answered_with_the_place(name, 
 
     with pytest.raises(TypeError, match=re.escape(line)) as caught:
         kind(make_batches(1))
-    assert "Remove it." in str(caught.value)
+    assert "Remove this method." in str(caught.value)
 
 
 def test_the_step_of_another_evaluator_is_named_before_the_missing_one():
