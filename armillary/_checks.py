@@ -7,14 +7,17 @@ from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
+from armillary._shorten import shorten
+
 
 def _refuse_kind(name: str, value: Any, rule: str) -> NoReturn:
     kind = type(value).__name__
-    raise TypeError(f"`{name}` is {value!r} of type {kind}, but it must be {rule}")
+    shown = shorten(value)
+    raise TypeError(f"`{name}` is {shown} of type {kind}, but it must be {rule}")
 
 
 def _refuse(name: str, value: Any, rule: str) -> NoReturn:
-    raise ValueError(f"`{name}` is {value!r}, but it must be {rule}")
+    raise ValueError(f"`{name}` is {shorten(value)}, but it must be {rule}")
 
 
 def is_positive_int(value: Any) -> bool:
@@ -197,8 +200,8 @@ def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> 
     if missing:
         listed = ", ".join(f"`{method}`" for method in missing)
         raise TypeError(
-            f"`{name}` is {value!r} of type {type(value).__name__}, but it must have "
-            f"{listed}, which it lacks. {fix}"
+            f"`{name}` is {shorten(value)} of type {type(value).__name__}, but it must "
+            f"have {listed}, which it lacks. {fix}"
         )
 
 

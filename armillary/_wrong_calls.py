@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from armillary._foreign_keywords import ANSWERS
+from armillary._shorten import shorten
 
 # Advice for calls that give arguments without the names they need.
 _BY_NAME = {
@@ -127,6 +128,6 @@ def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str
     else:
         nearest = "It has no arguments."
     return (
-        f"`{name}` is {value!r}, but `{owner}` has no such argument. "
+        f"`{name}` is {shorten(value)}, but `{owner}` has no such argument. "
         f"{answer or nearest}"
     )

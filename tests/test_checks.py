@@ -5,12 +5,14 @@ import os
 
 import pytest
 from flax import nnx
+from jax import numpy as jnp
 
 import armillary
 from armillary import actions, cluster, distribute, summary
 from armillary._checks import check_path
 from armillary._foreign_keywords import ANSWERS
 from armillary.estimator._answers import ARGUMENTS
+from armillary.state._step_counter import as_step_counter
 
 # Where each of these keywords stood.
 OLD = {
@@ -142,6 +144,36 @@ def test_a_keyword_that_there_is_not_is_answered_with_what_there_is(kind, name, 
         kind(**{name: 3})
     assert f"`{name}` is 3, but `{kind.__qualname__}` has no such" in str(caught.value)
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda params: armillary.StepTrainer(params, lambda state, batch: state),
+            r"`step` is \{'w': .*\.\.\. of type dict, but it must be callable",
+        ),
+        (
+            lambda params: armillary.StepTrainer(parameters=params),
+            r"`parameters` is \{'w': .*\.\.\., but `StepTrainer` has no such argument",
+        ),
+        (
+            lambda params: armillary.get_strategy().run(len, args=params),
+            r"`args` is \{'w': .*\.\.\. of type dict, but it must be a tuple",
+        ),
+        (
+            as_step_counter,
+            r"`global_step` is \{'w': .*\.\.\. of type dict, but it must be a variable",
+        ),
+    ],
+)
+def test_a_message_shows_only_the_beginning_of_large_values(call, message):
+    params = {"w": jnp.zeros((20, 20)), "b": jnp.zeros(20)}
+    with pytest.raises(TypeError, match=message) as caught:
+        call(params)
+    text = str(caught.value)
+    assert len(text) < 700
+    assert "\n" not in text
 
 
 def test_a_path_means_what_it_meant_when_it_was_given(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from jax import numpy as jnp
 
 from armillary._checks import check_encodable
 from armillary._logging import logger
+from armillary._shorten import shorten
 
 _NUM_DIGITS = 5
 _WIDTH = 80
@@ -32,9 +33,9 @@ def fetch_output(output: Any, source: str) -> dict[str, Any]:
         return {}
     if not isinstance(output, Mapping):
         raise TypeError(
-            f"`{source}` returned {output!r} of type {type(output).__name__}, but it "
-            "must return a dictionary of scalars or `None`. Return the value under a "
-            'name, such as `{"loss": loss}`.'
+            f"`{source}` returned {shorten(output)} of type {type(output).__name__}, "
+            "but it must return a dictionary of scalars or `None`. Return the value "
+            'under a name, such as `{"loss": loss}`.'
         )
     seen: dict[str, tuple[Any, ...]] = {}
     for path, value in _walk(output):

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 from armillary._checks import check_callable, check_instance
+from armillary._shorten import shorten
 from armillary._traceback import hides_frames
 from armillary.distribute._birth import make_in_place
 from armillary.distribute._data_methods import DataMethods
@@ -173,8 +174,9 @@ class Strategy(DataMethods, ValueMethods):
         check_callable("fn", fn)
         if not isinstance(args, tuple | list):
             raise TypeError(
-                f"`args` is {args!r} of type {type(args).__name__}, but it must be a "
-                "tuple. Write `strategy.run(fn, args=(batch,))`, with the comma."
+                f"`args` is {shorten(args)} of type {type(args).__name__}, but it "
+                "must be a tuple. Write `strategy.run(fn, args=(batch,))`, with the "
+                "comma."
             )
         check_instance("kwargs", kwargs, dict | None, "Write `kwargs={...}`.")
         require_cross_replica_context("strategy.run", "call `fn` directly", self)

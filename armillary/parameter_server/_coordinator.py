@@ -10,6 +10,7 @@ import numpy as np
 
 from armillary._checks import check_callable, check_instance
 from armillary._optional import import_ray
+from armillary._shorten import shorten
 from armillary.data.sources._libraries import as_source
 from armillary.distribute.program._function import warn_if_compiled_often
 from armillary.distribute.program._keys import argument_key, code_of, identity_of
@@ -113,9 +114,9 @@ class ClusterCoordinator:
         check_callable("fn", fn)
         if args is not None and not isinstance(args, tuple | list):
             raise TypeError(
-                f"`args` is {args!r} of type {type(args).__name__}, but it must be a "
-                "tuple of arguments. Write `schedule(fn, args=(iterator,))`, with the "
-                "comma."
+                f"`args` is {shorten(args)} of type {type(args).__name__}, but it "
+                "must be a tuple of arguments. Write "
+                "`schedule(fn, args=(iterator,))`, with the comma."
             )
         self._scheduler.raise_error()
         leaves, tree = jax.tree.flatten(

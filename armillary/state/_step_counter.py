@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary._shorten import shorten
 from armillary.state._adapters import variable_adapter
 
 
@@ -35,7 +36,7 @@ def as_step_counter(global_step: Any, name: str = "global_step") -> StepCounter:
     if callable(global_step):
         return StepCounter(global_step)
     raise TypeError(
-        f"`{name}` is {global_step!r} of type {type(global_step).__name__}, but "
+        f"`{name}` is {shorten(global_step)} of type {type(global_step).__name__}, but "
         "it must be a variable that the steps advance, or a function that returns the "
         "step. Use `optimizer.step`, `armillary.create_global_step()`, or "
         "`lambda: trainer.step`."

@@ -10,6 +10,7 @@ import numpy as np
 
 from armillary._checks import check_instance
 from armillary._logging import logger
+from armillary._shorten import shorten
 from armillary.distribute.replica._values import PerReplica
 from armillary.typing import PyTree
 
@@ -208,8 +209,8 @@ def as_real_array(name: str, value: Any) -> Any:
     is_array = isinstance(value, arrays)
     if not is_array or not _is_real(value.dtype):
         raise TypeError(
-            f"`{name}` holds {value!r} of type {type(value).__name__}, but it must be "
-            "an array of real numbers. Convert it: `jnp.asarray(value)`."
+            f"`{name}` holds {shorten(value)} of type {type(value).__name__}, but it "
+            "must be an array of real numbers. Convert it: `jnp.asarray(value)`."
         )
     return value
 
