@@ -26,8 +26,6 @@ from armillary.metrics._sums import as_numbers, sum_parts
 from armillary.state._nnx import merges_by_sum
 from armillary.state._slots import describe
 
-_OWNER = "the metrics of `step`"
-
 
 class Number(NamedTuple):
     """A variable of a metric object: its class, and the type of its value."""
@@ -77,7 +75,7 @@ def split_plain(plain: Mapping[str, Any], num_examples: int) -> list[jax.Array]:
     times: list[int] = []
     weights: list[int] = []
     for name, value in plain.items():
-        array = as_numbers(name, _OWNER, value)
+        array = as_numbers(f'metrics["{name}"]', "step", value)
         if array.ndim == 0:
             # A number is the mean over its batch, so it counts once for each example.
             arrays.append(mark_metric(array, name))

@@ -286,8 +286,12 @@ def return_metric(make):
             "a `MultiMetric`, but it has a running mean",
         ),
         (return_metric(Largest), TypeError, r"`part/own`, a `Largest`, but it holds"),
-        (lambda s, b: (s, {"name": "x"}), TypeError, "`name` of .* is 'x' of type str"),
         (lambda s, b: (s, {"z": 1j * b["loss"]}), TypeError, "the dtype complex64"),
+        (
+            lambda s, b: (s, {"a": {"b": "x"}}),
+            TypeError,
+            r"""`metrics\["a/b"\]` of `step` is 'x' of type str""",
+        ),
         (
             lambda s, b: (s, {"a" if b["loss"].shape[0] == 16 else "b": 1.0}),
             ValueError,
