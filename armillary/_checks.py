@@ -1,9 +1,10 @@
 """Checks of arguments, with the same sentences everywhere; lists for messages."""
 
+import inspect
 import math
 import os
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
@@ -187,6 +188,36 @@ def check_callable(name: str, value: Any) -> None:
     """Raises if `value` cannot be called."""
     if not callable(value):
         _refuse_kind(name, value, "callable. Pass a function or a method.")
+
+
+def check_takes(name: str, value: Any, *arguments: str) -> None:
+    """Raises if `value` cannot be called with arguments of these names, in order."""
+    check_callable(name, value)
+    misfit = find_misfit(value, len(arguments))
+    if misfit is not None:
+        listed = " and ".join(f"`{argument}`" for argument in arguments)
+        how = f"with {listed}" if arguments else "without arguments"
+        raise TypeError(
+            f"`{name}` is `{misfit}`, but it is called {how}. Write "
+            f"`def fn({', '.join(arguments)}):`."
+        )
+
+
+def find_misfit(function: Callable[..., Any], count: int) -> str | None:
+    """Returns a function with its signature, if it does not take `count` arguments.
+
+    Returns `None` if it does, or if its signature is not known.
+    """
+    try:
+        # A decorator may change the arguments of the function that it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # Some built-in functions have no signature.
+        return None
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+    return None
 
 
 def check_methods(name: str, value: Any, methods: Collection[str], fix: str) -> None:

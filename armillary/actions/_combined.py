@@ -10,8 +10,8 @@ from types import MethodType
 from typing import Any
 
 from armillary._checks import (
-    check_callable,
     check_positive_int,
+    check_takes,
 )
 from armillary.state._step_counter import as_step_counter
 from armillary.typing import Action, Output
@@ -75,12 +75,12 @@ class StepAction:
 
 
 def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
-    """Returns one action or several as a tuple; raises if one is not callable."""
+    """Returns one action or several as a tuple; raises if one takes no output."""
     several = actions if isinstance(actions, list | tuple | Iterator) else [actions]
     found = tuple(several)
     for index, action in enumerate(found):
         shown = f"{name}[{index}]" if several is actions else name
-        check_callable(shown, action)
+        check_takes(shown, action, "output")
     return found
 
 
@@ -92,13 +92,13 @@ class ConditionalAction:
         action: The action to run if the condition is true, or a sequence of actions.
 
     Raises:
-        TypeError: If the condition or an action is not callable.
+        TypeError: If the condition or an action is not a function of an output.
     """
 
     def __init__(
         self, condition: Callable[[Output], bool], action: Action | Iterable[Action]
     ) -> None:
-        check_callable("condition", condition)
+        check_takes("condition", condition, "output")
         self.condition = condition
         self.actions = as_actions("action", action)
 
@@ -120,7 +120,7 @@ class PeriodicAction(StepAction):
         interval: Training steps between runs, even for an evaluation action.
 
     Raises:
-        TypeError: If an action is not callable.
+        TypeError: If an action is not a function of an output.
         ValueError: If the interval is not positive.
         RuntimeError: When it is called without a step counter.
     """

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from etils import epath
 
 from armillary._checks import (
-    check_callable,
     check_instance,
     check_not_negative,
     check_not_negative_int,
@@ -19,6 +18,7 @@ from armillary._checks import (
     check_path,
     check_positive_int,
     check_seconds,
+    check_takes,
 )
 from armillary._copy_refusal import OfOneProcess
 from armillary._launcher import notify_launcher
@@ -136,7 +136,7 @@ class CheckpointManager(OfOneProcess):
                 fix='Or use `"auto"`.',
             )
         if init_fn is not None:
-            check_callable("init_fn", init_fn)
+            check_takes("init_fn", init_fn)
 
         self.checkpoint = checkpoint
         """The `Checkpoint` that is saved."""

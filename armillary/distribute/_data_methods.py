@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from armillary._checks import check_callable, check_instance
+from armillary._checks import check_instance, check_takes
 from armillary._traceback import hides_frames
 from armillary.data._dataset import DistributedDataset
 from armillary.data._iterator import DistributedIterator
@@ -95,7 +95,7 @@ class DataMethods(Placed):
             ValueError: Under a `ShardedStrategy`, if its mesh gives no equal shares of
                 a batch to the processes.
         """
-        check_callable("dataset_fn", dataset_fn)
+        check_takes("dataset_fn", dataset_fn, "input_context")
         check_instance("options", options, InputOptions | None, OPTIONS_FIX)
         dataset = DistributedDataset(
             dataset_fn(self.input_context),
@@ -121,7 +121,7 @@ class DataMethods(Placed):
         Returns:
             The values, on the replicas' devices. On one replica, its value itself.
         """
-        check_callable("value_fn", value_fn)
+        check_takes("value_fn", value_fn, "context")
         layout = self.layout
         count = self.num_replicas_in_sync
         values = [

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from armillary._checks import check_callable, check_instance
+from armillary._checks import check_instance, check_takes
 from armillary.data._layout import InputContext, InputOptions
 from armillary.distribute._data_methods import OPTIONS_FIX
 
@@ -42,7 +42,7 @@ class DatasetCreator:
         dataset_fn: Callable[[InputContext], Any],
         input_options: InputOptions | None = None,
     ) -> None:
-        check_callable("dataset_fn", dataset_fn)
+        check_takes("dataset_fn", dataset_fn, "input_context")
         check_instance("input_options", input_options, InputOptions | None, OPTIONS_FIX)
         self.dataset_fn = dataset_fn
         self.input_options = input_options

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from armillary._checks import (
-    check_callable,
     check_instance,
     check_not_negative,
     check_not_negative_int,
     check_path,
     check_positive_int,
+    check_takes,
     list_lines,
 )
 from armillary.distribute._global_arrays import is_key, make_auto_mesh
@@ -81,7 +81,7 @@ def assert_strategies_agree(
             and the size and the place of the difference.
         ValueError: If there are fewer than two strategies.
     """
-    check_callable("make_trainer", make_trainer)
+    check_takes("make_trainer", make_trainer, "strategy")
     check_positive_int("steps", steps)
     check_not_negative("tolerance", tolerance)
     fix = 'Use paths, such as `ignore=["attention/key/bias"]`.'

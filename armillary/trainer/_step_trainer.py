@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from armillary._checks import check_callable, check_instance, check_methods
+from armillary._checks import (
+    check_callable,
+    check_instance,
+    check_methods,
+    check_takes,
+)
 from armillary.data.sources._stale import check_state_is_current
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute._strategy import Strategy
@@ -147,7 +152,7 @@ class StepTrainer(StandardTrainer, PureStateOwner):
         check_instance("strategy", strategy, Strategy | None, fix)
         self.strategy = get_strategy() if strategy is None else strategy
         if loop_end is not None:
-            check_callable("loop_end", loop_end)
+            check_takes("loop_end", loop_end, "metrics", "state")
             options = _with_hooks_in_python(options)
         super().__init__(train_dataset, options)
         check_callable("step", step)
@@ -311,7 +316,7 @@ class StepEvaluator(StandardEvaluator):
         check_methods("trainer", trainer, ["state"], "Give the `StepTrainer`.")
         self.strategy = getattr(trainer, "strategy", None) or get_strategy()
         if loop_end is not None:
-            check_callable("loop_end", loop_end)
+            check_takes("loop_end", loop_end, "metrics", "state")
         self._step = step
         self._trainer = trainer
         self._loop_end = loop_end

@@ -27,6 +27,12 @@ NESTED = {"loss": 1.0, "validation": {"l1": 2.0}}
             r"`action\[1\]` is 3 of type int.*callable": (
                 lambda _: ConditionalAction(bool, [print, 3])
             ),
+            r"`action\[1\]` is `<lambda>\(step, m\)`.*with `output`.*fn\(output\):": (
+                lambda _: PeriodicAction([print, lambda step, m: None], 10)
+            ),
+            r"`condition` is `<lambda>\(\)`, but it is called with `output`": (
+                lambda _: ConditionalAction(lambda: True, print)
+            ),
         },
         ValueError: {
             "the function <lambda>.*defined with `def`": (

@@ -94,6 +94,15 @@ def test_sources_keep_the_contract(kind, tmp_path, make_layout):
     check_source(lambda: EVERY[kind](tmp_path), is_repositionable, make_layout(4))
 
 
+def test_a_function_that_needs_arguments_is_an_error():
+    def generate(batch_size):
+        yield np.arange(batch_size)
+
+    message = r"the function `generate\(batch_size\)`, but.*`lambda: fn\(\.\.\.\)`"
+    with pytest.raises(TypeError, match=message):
+        as_source(generate)
+
+
 class Shuffled:
     """Draws the order of each pass from one generator."""
 

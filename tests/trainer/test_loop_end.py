@@ -152,6 +152,10 @@ def make_evaluator(loop_end):
         TypeError: {
             "`loop_end` is 3": lambda: make_trainer(loop_end=3),
             "`loop_end` is 'x'": lambda: make_evaluator("x"),
+            r"`loop_end` is `<lambda>\(m\)`.*`metrics` and `state`.*fn\(metrics, s": (
+                lambda: make_trainer(loop_end=lambda m: m)
+            ),
+            r"`loop_end` is `<lambda>\(m\)`, but": lambda: make_evaluator(lambda m: m),
             "`loop_end` returned float 3.0, but it must return a dictionary": (
                 lambda: make_trainer(loop_end=lambda *_: 3.0).train(1)
             ),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from armillary._checks import list_lines
+from armillary._checks import find_misfit, list_lines
 from armillary.data.sources._arrays import IndexedDataset, fingerprint
 from armillary.data.sources._batch import (
     check_batch,
@@ -89,6 +89,7 @@ def as_source(source: Any) -> Source:
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
         return IterableSource(lambda epoch: iter(source), name)
     if isinstance(source, Callable):
+        _check_takes_nothing(source)
         return IterableSource(lambda epoch: iter(source()), "generator function")
     if gives_single_examples(source):
         raise TypeError(
@@ -102,6 +103,17 @@ def as_source(source: Any) -> Source:
         "loader of Grain, TensorFlow, PyTorch or Hugging Face, an iterable of batches, "
         "or a generator function."
     )
+
+
+def _check_takes_nothing(function: Callable[..., Any]) -> None:
+    misfit = find_misfit(function, 0)
+    if misfit is not None:
+        raise TypeError(
+            f"The dataset is the function `{misfit}`, but it is called without "
+            "arguments, once for each epoch. Pass `lambda: fn(...)` with the arguments "
+            "of your function. A function of an `input_context` goes to "
+            "`strategy.distribute_datasets_from_function(fn)`."
+        )
 
 
 def _from_tf_data(dataset: Any, kind: str) -> IterableSource:
