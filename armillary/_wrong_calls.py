@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from armillary._foreign_keywords import ANSWERS
 from armillary._shorten import shorten
@@ -71,7 +71,8 @@ def _explain_call(
     unknown = [name for name in kwargs if name not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         name = unknown[0]
-        text = _explain_keyword(owner, name, kwargs[name], known)
+        advice = _find_option(name, parameters)
+        text = _explain_keyword(owner, name, kwargs[name], known, advice)
         # The unknown keyword may be one of the missing ones under another name.
         others = [
             f"`{argument}=...`" for argument in missing if f"`{argument}" not in text
@@ -108,11 +109,25 @@ def _as_variable(owner: str) -> str:
     return f"{words[-1].lower()}.{method}" if words else owner
 
 
-def _explain_keyword(owner: str, name: str, value: Any, known: list[str]) -> str:
+def _find_option(name: str, parameters: list[inspect.Parameter]) -> str | None:
+    """Returns the argument to write if an options class of a function has `name`."""
+    for parameter in parameters:
+        for kind in get_args(parameter.annotation) or (parameter.annotation,):
+            is_options = isinstance(kind, type) and kind.__name__.endswith("Options")
+            if is_options and name in inspect.signature(kind).parameters:
+                call = f"{parameter.name}={kind.__name__}({name}=...)"
+                return f"It is an option: `{call}`."
+    return None
+
+
+def _explain_keyword(
+    owner: str, name: str, value: Any, known: list[str], advice: str | None
+) -> str:
     answer = ANSWERS.get(f"{owner}.{name}") or ANSWERS.get(name)
     renamed = re.match("It is called `(.*?)` here", answer or "")
     if renamed is not None and renamed[1] not in known:
         answer = None  # The new name belongs to another function.
+    answer = answer or advice
     word = name.strip("_")
     longer = [
         argument

@@ -123,6 +123,17 @@ def test_an_old_keyword_is_answered_with_the_new_one(kind):
             "Did you mean `accumulate_steps`?",
         ),
         (armillary.data.InputOptions, "zzz", "It has `remainder`, "),
+        # Arguments of the options, for the function that takes the options.
+        (
+            armillary.StepTrainer,
+            "precision",
+            "It is an option: `options=StandardTrainerOptions(precision=...)`.",
+        ),
+        (
+            armillary.StepEvaluator,
+            "precision",
+            "It is an option: `options=StandardEvaluatorOptions(precision=...)`.",
+        ),
         # Words that are hardly alike get no guess.
         (armillary.CheckpointManager, "validation_steps", "It has `checkpoint`, "),
         (armillary.StandardTrainerOptions, "validation_steps", "It has `compile_loop`"),
