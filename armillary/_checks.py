@@ -10,6 +10,9 @@ from typing import Any, NoReturn, get_args
 
 from armillary._shorten import shorten
 
+# Classes whose own name is not the name that programs write.
+_NAMES = {"P": "PartitionSpec"}
+
 
 def _refuse_kind(name: str, value: Any, rule: str) -> NoReturn:
     kind = type(value).__name__
@@ -114,8 +117,8 @@ def check_instance(
     """Raises if `value` is not an instance of `kind`; `fix` is the advice."""
     if not isinstance(value, kind):
         every: tuple[Any, ...] = get_args(kind) or (kind,)
-        kinds = [each.__name__ for each in every]
-        shown = " or ".join(f"`{each.removesuffix('Type')}`" for each in kinds)
+        names = [_NAMES.get(each.__name__, each.__name__) for each in every]
+        shown = " or ".join(f"`{each.removesuffix('Type')}`" for each in names)
         _refuse_kind(name, value, f"a {shown}. {fix}")
 
 

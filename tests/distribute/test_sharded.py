@@ -308,18 +308,26 @@ NO_RULE = (
     r"`rules` has '\^first', found in none of these paths:\n  losses\n  model/first/"
 )
 BAD_RANK = r"`rules` has 'bias': .*, which does not fit model/first/bias, float32 \(64,"
-BAD_SIZE = r"does not fit model/last/kernel, float32 \(64, 3\): devices cannot share an"
+BAD_SIZE = r"does not fit model/last/kernel, float32 \(64, 3\): 4 devices cannot share"
 SPEC = PartitionSpec
 
 
 @mistakes(
     {
+        TypeError: {
+            r"is \('fsdp', None\) of type tuple, but it must be a `PartitionSpec`": (
+                lambda: ShardedStrategy(rules={"x": ("fsdp", None)})
+            ),
+        },
         ValueError: {
             r'`mesh\["fsdp"\]` is 0, but it must be a positive integer': (
                 lambda: ShardedStrategy({"fsdp": 0})
             ),
             "for 4 devices, but there are 8. Choose sizes whose product is 8": (
                 lambda: ShardedStrategy({"data": 2, "fsdp": 2})
+            ),
+            r"or use fewer devices: `devices=jax\.devices\(\)\[:4\]`": (
+                lambda: ShardedStrategy({"fsdp": 4})
             ),
             "for 8 devices, but there are 2": (
                 lambda: ShardedStrategy({"fsdp": 8}, devices=["cpu:0", "cpu:1"])
@@ -339,6 +347,13 @@ SPEC = PartitionSpec
 def test_mistakes_are_reported_before_anything_runs(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_mesh_without_fsdp_divides_nothing_and_the_table_says_why():
+    mesh = jax.make_mesh((2, 4), ("rows", "columns"))
+    trainer = make_trainer(ShardedStrategy(mesh))
+    reasons = {row.place.decided_by for row in armillary.summarize(trainer).parameters}
+    assert reasons == {"automatic: the mesh has no axis 'fsdp'"}
 
 
 def test_metrics_are_whole_so_that_each_process_can_read_them():

@@ -67,7 +67,12 @@ def test_an_annotation_that_does_not_fit_is_an_error_in_a_plan():
         return nnx.Linear(6, 8, kernel_init=init, rngs=nnx.Rngs(0))
 
     strategy = armillary.ShardedStrategy(SHAPE)
-    with planning(), pytest.raises(ValueError, match="cannot share an axis of it"):
+    with (
+        planning(),
+        pytest.raises(
+            ValueError, match="devices cannot share axis 0 of 6 equally: in the mesh"
+        ),
+    ):
         strategy.make(make_layer)
 
 

@@ -210,9 +210,12 @@ def _check_count(
     if product == num_devices:
         return
     where = "" if peers.is_alone else f" in {peers.count} processes"
+    fix = f"Choose sizes whose product is {num_devices}"
+    if peers.is_alone and product < num_devices:
+        fix += f", or use fewer devices: `devices=jax.devices()[:{product}]`"
     raise ValueError(
         f"`{argument}` is {dict(sizes)}, for {product} devices, but there are "
-        f"{num_devices}{where}. Choose sizes whose product is {num_devices}."
+        f"{num_devices}{where}. {fix}."
     )
 
 

@@ -159,13 +159,11 @@ class Rules:
 
         pattern = matching[0]
         spec = self._rules[pattern]
-        if not _fits(spec, leaf, mesh):
-            why = "devices cannot share an axis of it equally"
-            if len(spec) > leaf.ndim:
-                why = f"it has {leaf.ndim} axes, and the rule has {len(spec)}"
+        misfit = _find_misfit(spec, leaf, mesh)
+        if misfit is not None:
             raise ValueError(
                 f"`rules` has {pattern.pattern!r}: {spec}, which does not fit {path}, "
-                f"{describe(leaf)}: {why}. Add an "
+                f"{describe(leaf)}: {misfit}. Add an "
                 "earlier rule for this array. `PartitionSpec()` leaves it whole on "
                 "every device."
             )
@@ -215,14 +213,15 @@ class Rules:
                 taken.update(found)
             entries.append(tuple(axes) or None)
         spec = PartitionSpec(*entries)
-        if _fits(spec, leaf, mesh):
+        misfit = _find_misfit(spec, leaf, mesh)
+        if misfit is None:
             return spec
 
         sizes = ", ".join(f"{name!r} has {size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"{path}, {describe(leaf)}, is annotated with {annotation.names}, so its "
-            f"division is {spec}, but devices cannot share an axis of it equally: in "
-            f"the mesh, {sizes}. Change the mesh or the annotation, or leave a name "
+            f"division is {spec}, but {misfit}: in the mesh, {sizes}. Change "
+            "the mesh or the annotation, or leave a name "
             'whole: `logical_rules={"name": None}`.'
         )
 
@@ -305,7 +304,8 @@ def _own_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
     is_same = _is_same_mesh(sharding.mesh, mesh)
-    return sharding.spec if is_same and _fits(sharding.spec, leaf, mesh) else None
+    fits = is_same and _find_misfit(sharding.spec, leaf, mesh) is None
+    return sharding.spec if fits else None
 
 
 def _without_ending(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -327,14 +327,17 @@ def _is_same_mesh(a: AnyMesh, b: AnyMesh) -> bool:
     return has_same_shape and list(a.devices.flat) == list(b.devices.flat)
 
 
-def _fits(spec: PartitionSpec, leaf: Any, mesh: AnyMesh) -> bool:
-    """Returns whether devices can share each axis of an array equally."""
+def _find_misfit(spec: PartitionSpec, leaf: Any, mesh: AnyMesh) -> str | None:
+    """Returns why devices cannot share an array equally, or `None` if they can."""
     counts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
     if len(counts) > leaf.ndim:
-        return False
+        return f"it has {leaf.ndim} axes, and the division has {len(spec)}"
     # A spec may be shorter than the shape: the axes at its end are not divided.
     pairs = zip(leaf.shape, counts, strict=False)
-    return not any(size % count for size, count in pairs)
+    for axis, (size, count) in enumerate(pairs):
+        if size % count:
+            return f"{count} devices cannot share axis {axis} of {size} equally"
+    return None
 
 
 class _Leaders:
@@ -370,8 +373,10 @@ def _ends_of(path: str) -> list[str]:
 
 def _automatic(mesh: AnyMesh, shape: tuple[int, ...]) -> Decision:
     """Returns the division of an array along `fsdp`, on its longest axis that fits."""
-    count = mesh.shape.get("fsdp", 1)
     whole = PartitionSpec()
+    if "fsdp" not in mesh.shape:
+        return Decision(whole, "automatic: the mesh has no axis 'fsdp'")
+    count = mesh.shape["fsdp"]
     if count == 1:
         return Decision(whole, "automatic: one device along 'fsdp'")
     if math.prod(shape) < SMALL:
