@@ -117,8 +117,9 @@ def check_instance(
     """Raises if `value` is not an instance of `kind`; `fix` is the advice."""
     if not isinstance(value, kind):
         every: tuple[Any, ...] = get_args(kind) or (kind,)
-        names = [_NAMES.get(each.__name__, each.__name__) for each in every]
-        shown = " or ".join(f"`{each.removesuffix('Type')}`" for each in names)
+        kinds = [each.__name__ for each in every]
+        names = [_NAMES.get(kind, kind.removesuffix("Type")) for kind in kinds]
+        shown = " or ".join(f"`{name}`" for name in names)
         _refuse_kind(name, value, f"a {shown}. {fix}")
 
 

@@ -19,7 +19,8 @@ from armillary._traceback import hides_frames
 from armillary.state._adapters import Adapter, adapter_of
 from armillary.state._holders import attributes_of, held_by, is_claimed
 from armillary.state._lift import State
-from armillary.state._slots import Slot, join_keys
+from armillary.state._slots import Role, Slot, join_keys
+from armillary.state._tree import PureSlot
 from armillary.state._walk import Walk
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class ArrayRow:
             no variable.
         is_parameter: Whether the array is trained, judging by its kind. Parameters are
             each `nnx.Param`, each weight of a Keras layer except batch statistics, and,
-            in a pytree, each array of real or complex numbers.
+            in a pytree, each array of real or complex numbers. In the state of a pure
+            step, statistics and the state of Optax are not parameters.
         count: The number of elements.
         bytes: The size of one copy in memory.
         place: The place of the array under a strategy, if the table is for one.
@@ -305,20 +307,22 @@ def _find_rows(model: Any) -> Iterator[ArrayRow]:
 
     kinds = _find_kinds(walk)
     for slot in slots:
+        # The trainer of a pure step has variables of its own, such as the global step.
+        may_be_trained = isinstance(slot, PureSlot) or not has_variables
         flags = slot.is_of_optimizer()
-        arrays = zip(slot.paths, slot.read(), flags, strict=True)
-        for path, array, is_of_optimizer in arrays:
+        arrays = zip(slot.paths, slot.read(), slot.kinds(), flags, strict=True)
+        for path, array, leaf_kind, is_of_optimizer in arrays:
             if slot.variable is not None:
                 if slot.key in kinds:
                     kind, is_parameter = kinds[slot.key]
                     yield _row(path, array, kind, is_parameter)
                 continue
 
-            # A scalar in an attribute is a loss, a rate or a count. Next to variables,
-            # an array is not trained.
+            # A scalar in an attribute is a loss, a rate or a count.
             is_trainable = _is_number(array) and array.shape != ()
-            is_of_model = not has_variables and not is_of_optimizer
-            yield _row(path, array, "array", is_trainable and is_of_model)
+            is_plain = leaf_kind.role is Role.PLAIN and not is_of_optimizer
+            is_parameter = may_be_trained and is_trainable and is_plain
+            yield _row(path, array, "array", is_parameter)
 
 
 def _find_rows_of_tree(model: Any) -> Iterator[ArrayRow]:

@@ -97,6 +97,21 @@ def test_the_state_of_an_optimizer_and_scalars_are_no_parameters():
     assert len(summary.rows) > 5
 
 
+def test_the_state_of_a_pure_step_has_parameters():
+    params = {"w": jnp.zeros((3, 3)), "n": jnp.zeros((), int)}
+    statistics = {"mean": jnp.zeros(3)}
+    opt_state = optax.adam(1.0).init(params)
+    trainer = armillary.StepTrainer(
+        lambda state: (state, {}),
+        {"params": params, "opt_state": opt_state, "batch_stats": statistics},
+    )
+
+    summary = armillary.summarize(trainer)
+
+    assert [row.path for row in summary.parameters] == ["state/params/w"]
+    assert len(summary.rows) > 5
+
+
 def test_a_keras_model_has_its_weights_without_optimizer_and_metrics(keras):
     layers = [
         keras.layers.Input((3,)),
