@@ -34,7 +34,13 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 class Trainer(armillary.StandardTrainer):
     """Runs the training steps; each loop reports its mean loss and accuracy."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: BertClassifier,
+        optimizer: nnx.Optimizer[BertClassifier],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -66,7 +72,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports loss, accuracy and F1 over all test pairs, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: BertClassifier,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = nnx.view(model, deterministic=True)  # without dropout

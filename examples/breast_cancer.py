@@ -31,7 +31,13 @@ from armillary.summary import Histogram, Image, Text
 class Trainer(armillary.StandardTrainer):
     """Reports how the gradients of a loop and the weights after it are distributed."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Linear,
+        optimizer: nnx.Optimizer[nnx.Linear],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -61,7 +67,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports metrics over all test cases, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Linear,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

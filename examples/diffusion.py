@@ -64,7 +64,14 @@ def make_schedule() -> tuple[jax.Array, jax.Array]:
 class Trainer(armillary.StandardTrainer):
     """Trains the model, and keeps a moving average of its parameters."""
 
-    def __init__(self, dataset, strategy, model, average, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: Denoiser,
+        average: Denoiser,
+        optimizer: nnx.Optimizer[Denoiser],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

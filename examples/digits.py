@@ -48,7 +48,13 @@ class CNN(nnx.Module):
 class Trainer(armillary.StandardTrainer):
     """Runs the training steps; each loop reports its mean loss and accuracy."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: CNN,
+        optimizer: nnx.Optimizer[CNN],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -84,7 +90,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports the accuracy over all test images, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: CNN,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

@@ -43,7 +43,13 @@ class CNN(nnx.Module):
 class Trainer(armillary.StandardTrainer):
     """Runs the training steps; each loop reports its mean loss and accuracy."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: CNN,
+        optimizer: nnx.Optimizer[CNN],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -74,7 +80,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports loss and accuracy over all test images, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: CNN,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

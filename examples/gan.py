@@ -61,7 +61,13 @@ class Trainer(armillary.StandardTrainer):
     """Reports both losses, and the fraction of images the discriminator gets right."""
 
     def __init__(
-        self, dataset, strategy, models, optimizers, *, turns: tuple[int, int]
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        models: tuple[Generator, Discriminator],
+        optimizers: tuple[nnx.Optimizer, nnx.Optimizer],
+        *,
+        turns: tuple[int, int],
     ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
@@ -135,7 +141,12 @@ class Evaluator(armillary.StandardEvaluator):
     The noise comes from the dataset: every evaluation draws the same images.
     """
 
-    def __init__(self, dataset, strategy, generator) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        generator: Generator,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.generator = generator
@@ -197,9 +208,10 @@ def main() -> None:
     train_dataset = strategy.distribute_dataset(train_data)
     with strategy.scope():
         models = Generator(nnx.Rngs(0)), Discriminator(nnx.Rngs(1))
-        optimizers = tuple(
-            nnx.Optimizer(model, optax.adam(1e-3, b1=0.5), wrt=nnx.Param)
-            for model in models
+        adam = optax.adam(1e-3, b1=0.5)
+        optimizers = (
+            nnx.Optimizer(models[0], adam, wrt=nnx.Param),
+            nnx.Optimizer(models[1], adam, wrt=nnx.Param),
         )
     turns = options.generator_turns, options.discriminator_turns
     trainer = Trainer(train_dataset, strategy, models, optimizers, turns=turns)

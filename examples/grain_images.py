@@ -127,7 +127,13 @@ def make_model() -> nnx.Sequential:
 class Trainer(armillary.StandardTrainer):
     """Trains a model; each loop reports its mean loss."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Sequential,
+        optimizer: nnx.Optimizer[nnx.Sequential],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -157,7 +163,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports the accuracy over all test images, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Sequential,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

@@ -47,7 +47,13 @@ class Network(nnx.Module):
 class Trainer(armillary.StandardTrainer):
     """Trains the variables that `wrt` selects; all others stay as they are."""
 
-    def __init__(self, dataset, strategy, model, wrt) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: Network,
+        wrt: type[nnx.Param],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

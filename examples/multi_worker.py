@@ -30,7 +30,13 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 class Trainer(armillary.StandardTrainer):
     """Runs the training steps; each loop reports its mean loss."""
 
-    def __init__(self, dataset, strategy, model, optimizer) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Linear,
+        optimizer: nnx.Optimizer[nnx.Linear],
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model
@@ -60,7 +66,12 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.StandardEvaluator):
     """Reports the accuracy over all test images, each counted once."""
 
-    def __init__(self, dataset, strategy, model) -> None:
+    def __init__(
+        self,
+        dataset: armillary.data.DistributedDataset,
+        strategy: armillary.distribute.Strategy,
+        model: nnx.Linear,
+    ) -> None:
         super().__init__(dataset)
         self.strategy = strategy
         self.model = model

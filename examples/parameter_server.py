@@ -59,7 +59,9 @@ def main() -> None:
     with strategy.scope():
         model = CNN(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    trainer = Trainer(train_data, strategy, model, optimizer)
+    trainer = Trainer(
+        strategy.distribute_dataset(train_data), strategy, model, optimizer
+    )
     evaluator = Evaluator(strategy.distribute_dataset(test_data), strategy, model)
 
     manager = armillary.CheckpointManager(

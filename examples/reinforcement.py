@@ -94,7 +94,14 @@ class Trainer(armillary.StandardTrainer):
     There is no dataset, so the step never calls `next(iterator)`.
     """
 
-    def __init__(self, strategy, policy, optimizer, *, num_episodes: int) -> None:
+    def __init__(
+        self,
+        strategy: armillary.distribute.Strategy,
+        policy: Policy,
+        optimizer: nnx.Optimizer[Policy],
+        *,
+        num_episodes: int,
+    ) -> None:
         super().__init__(None)
         self.strategy = strategy
         self.policy = policy
@@ -141,7 +148,7 @@ class Trainer(armillary.StandardTrainer):
 class Evaluator(armillary.AbstractEvaluator):
     """Reports how long episodes last in which the policy makes its preferred moves."""
 
-    def __init__(self, policy, *, num_episodes: int = 100) -> None:
+    def __init__(self, policy: Policy, *, num_episodes: int = 100) -> None:
         self.policy = policy
         self.starts = jax.random.uniform(
             jax.random.key(2), (num_episodes, 4), minval=-0.05, maxval=0.05
