@@ -167,7 +167,8 @@ class StepTrainer(StandardTrainer, PureStateOwner):
                 f"`accumulate_steps` is {options.accumulate_steps}, but a pure step "
                 "makes its gradients itself. To accumulate the gradients of several "
                 "batches, use `optax.MultiSteps(optimizer, every_k_schedule=k)`. To "
-                "accumulate over parts of one batch, use `jax.lax.scan` in the step."
+                "accumulate over parts of one batch, use `jax.lax.scan` in the step "
+                "(docs/train/gradient_accumulation.md has an example)."
             )
         if options is not None and options.remat is not None:
             raise ValueError(

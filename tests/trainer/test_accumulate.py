@@ -286,6 +286,13 @@ def train_with(kind, count=4, batch_size=32):
         ValueError: {
             "`accumulate_steps` is 4, but `train_step` makes no gradient that can be "
             "accumulated": train_with(OwnGradientTrainer),
+            r"is 4, but a pure step.*`jax\.lax\.scan`.*gradient_accumulation\.md": (
+                lambda: armillary.StepTrainer(
+                    lambda state: (state, {}),
+                    jnp.zeros(3),
+                    options=armillary.StandardTrainerOptions(accumulate_steps=4),
+                )
+            ),
             "`op` is not given, and `compute_average_loss` did not make it": (
                 train_with(OwnScaleTrainer)
             ),
