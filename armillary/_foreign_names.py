@@ -66,6 +66,10 @@ _ACTIONS = (
     "The callbacks of a `Controller` are in `armillary.actions`, such as "
     "`armillary.actions.EarlyStopping(...)`."
 )
+_MADE = (
+    "Write it as an argument of the function that makes the dataset: "
+    "`armillary.data.from_arrays(arrays, batch_size=...{})`."
+)
 _OPTION = "Write `armillary.InputOptions(prefetch=..., place_on_device=...)`."
 
 # A plain name is answered by every package. `owner.name` is answered by objects of that
@@ -143,14 +147,25 @@ NAMES = {
         "Repeat before the data is distributed: "
         "`armillary.data.from_arrays(arrays, batch_size=..., repeat=True)`."
     ),
-    "ArrayDataset.batch": (
-        "Write `armillary.data.from_arrays(arrays, batch_size=...)`."
+    "DistributedDataset.shuffle": (
+        "Shuffle before the data is distributed: "
+        "`armillary.data.from_arrays(arrays, batch_size=..., shuffle_seed=0)`."
     ),
-    "ArrayDataset.repeat": (
-        "Write `armillary.data.from_arrays(arrays, batch_size=..., repeat=True)`."
+    "IndexedDataset.batch": _MADE.format(""),
+    "IndexedDataset.map": (
+        "Change the arrays before they become a dataset, or each batch in the step. "
+        "To read one example at a time, write "
+        "`armillary.data.from_random_access(source, batch_size=...)`."
     ),
-    "ArrayDataset.shuffle": (
-        "Write `armillary.data.from_arrays(arrays, batch_size=..., shuffle_seed=0)`."
+    "IndexedDataset.prefetch": (
+        "Leave it out, because batches are read ahead. To change their number, write "
+        "`strategy.distribute_dataset(source, armillary.InputOptions(prefetch=...))`."
+    ),
+    "IndexedDataset.repeat": _MADE.format(", repeat=True"),
+    "IndexedDataset.shuffle": _MADE.format(", shuffle_seed=0"),
+    "IndexedDataset.take": (
+        "Make the dataset of fewer examples, or limit the steps: "
+        "`controller.evaluate(steps=10)`."
     ),
     # orbit.utils and orbit.actions
     "get_value": "Write `np.asarray(x)`, or `float(x)` for a number.",
@@ -202,6 +217,9 @@ NAMES = {
     "random": "Write `nnx.Rngs(0)`, which gives each replica a stream of its own.",
     "saved_model": "Write `armillary.actions.ExportModel(model, ..., args=...)`.",
     "data.Dataset": "Write `armillary.data.from_arrays(arrays, batch_size=...)`.",
+    "data.from_tensor_slices": (
+        "Write `armillary.data.from_arrays(arrays, batch_size=...)`."
+    ),
     "data.Options": _OPTION,
     "data.AUTOTUNE": _OPTION,
     "data.experimental": _OPTION,

@@ -31,7 +31,7 @@ def check_last_batch(
     source = reader.data.source
     if not isinstance(source, IndexedDataset) or reader.data.per_replica_batches:
         return
-    is_full = source.repeat or source.drop_remainder
+    is_full = source.is_endless or source.drop_remainder
     num_rows = source.num_examples % source.batch_size
     place = reader.used.source or {"index": 0}
     # After a restore with a different batch size, the last batch may have another size.

@@ -41,7 +41,7 @@ INTERNAL = {
         "row_types",
         "rows_at_once",
         "spaced_rows",
-        "take",
+        "take_examples",
     ),
     "LoopOptions": ("hooks_in_program",),
     "ParameterServerStrategy": ("actor_options", "describe_absent", "name_task"),

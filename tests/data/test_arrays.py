@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from armillary.data import from_arrays
+from armillary.data import from_arrays, from_random_access
 from armillary.errors import BatchSizeError, DatasetStateError
 
 
@@ -15,6 +15,27 @@ def take(iterator, count):
 def test_drop_remainder_leaves_out_the_partial_batch():
     dataset = from_arrays(np.arange(10), batch_size=4, drop_remainder=np.bool_(True))
     assert [len(batch) for batch in dataset] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["arrays", "examples"])
+def test_methods_of_tensorflow_are_answered(name):
+    examples = [{"x": np.float32(row)} for row in range(10)]
+    dataset = {
+        "arrays": from_arrays(np.arange(10), batch_size=4),
+        "examples": from_random_access(examples, batch_size=4),
+    }[name]
+    answers = {
+        "batch": r"`armillary.data.from_arrays\(arrays, batch_size=...\)`",
+        "map": "in the step",
+        "prefetch": "Leave it out",
+        "repeat": "repeat=True",
+        "shuffle": "shuffle_seed=0",
+        "take": "limit the steps",
+    }
+    for method, answer in answers.items():
+        with pytest.raises(AttributeError, match=answer):
+            getattr(dataset, method)
+    assert not hasattr(dataset, "other")
 
 
 def test_leaves_stay_together_and_jax_arrays_are_accepted():

@@ -250,7 +250,7 @@ def test_processes_read_together_the_rows_of_one(sizes, num_processes, rows_each
     for _ in range(6):
         rows = next(numbers)
         parts = [
-            dataset.take(own, np.zeros_like(own))
+            dataset.take_examples(own, np.zeros_like(own))
             for own in np.split(rows, num_processes)
         ]
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

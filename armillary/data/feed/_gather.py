@@ -303,7 +303,7 @@ class _Rows:
         numbers = [self.numbers[index] for index in indices]
         flat = np.concatenate([part.reshape(-1) for part in numbers])
         batches = [self._batches[index].reshape(-1) for index in indices]
-        rows = self._dataset.take(flat, np.concatenate(batches))
+        rows = self._dataset.take_examples(flat, np.concatenate(batches))
 
         found: list[PyTree] = []
         start = 0

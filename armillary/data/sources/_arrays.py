@@ -20,6 +20,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
+from armillary._foreign_names import answer_attributes
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._shuffle import make_order
 from armillary.data.sources._source import Source, gives_single_examples
@@ -66,8 +67,7 @@ class IndexedDataset(abc.ABC):
                 f"`batch_size={num_examples}` or less."
             )
         self.shuffle_seed = shuffle_seed
-        self.repeat = bool(repeat)
-        self.is_endless = self.repeat
+        self.is_endless = bool(repeat)
         self.drop_remainder = drop_remainder
         self.full_size = self.batch_size
         self.num_batches: int | None = None
@@ -90,7 +90,7 @@ class IndexedDataset(abc.ABC):
         checked, _ = check_batch(first, lambda: f"`{self.argument}`")
         return _types_of_rows(checked)
 
-    def take(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
+    def take_examples(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
         """Returns examples of some batches, in the dtypes of a device.
 
         Args:
@@ -132,8 +132,11 @@ class IndexedDataset(abc.ABC):
     @property
     def shared_options(self) -> dict[str, Any]:
         """The options that must be equal in all processes, besides the order."""
-        names = ("batch_size", "repeat", "drop_remainder")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "batch_size": self.batch_size,
+            "repeat": self.is_endless,
+            "drop_remainder": self.drop_remainder,
+        }
 
     def make_order(self, epoch: int) -> Sequence[int]:
         """Returns the numbers of the examples in the order of an epoch."""
@@ -157,6 +160,9 @@ class IndexedDataset(abc.ABC):
         """Returns an iterator over the next epoch, for use without a strategy."""
         self._num_passes += 1
         return self.make_iterator(self._num_passes - 1)
+
+
+answer_attributes(IndexedDataset)
 
 
 def find_indexed(source: Source) -> IndexedDataset | None:
@@ -260,7 +266,7 @@ class IndexedIterator:
         size = dataset.batch_size
         rows = self._take_from_order(self._index, size)
         self._index += len(rows)
-        while dataset.repeat and len(rows) < size:
+        while dataset.is_endless and len(rows) < size:
             self._begin(self._epoch + 1)
             part = self._take_from_order(0, size - len(rows))
             self._index = len(part)
@@ -361,7 +367,7 @@ class ArrayDataset(IndexedDataset):
 
         return jax.tree.map(read, self.arrays)
 
-    def take(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
+    def take_examples(self, numbers: np.ndarray, batches: np.ndarray) -> PyTree:
         del batches  # A row in memory may be read several times.
         rows = self.read_rows(numbers)
         return as_device_values(rows, lambda: f"`{self.argument}`", numbers)

@@ -132,7 +132,7 @@ def check_is_plain(dataset: IndexedDataset, argument: str) -> None:
         )
     options = {
         "shuffle_seed": (dataset.shuffle_seed, None),
-        "repeat": (dataset.repeat, False),
+        "repeat": (dataset.is_endless, False),
         "drop_remainder": (dataset.drop_remainder, False),
     }
     for name, (value, plain) in options.items():
