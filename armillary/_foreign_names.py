@@ -360,6 +360,10 @@ NAMES = {
     ),
     "Array.detach": "Write `jax.lax.stop_gradient(x)`.",
     "Array.numpy": "Write `np.asarray(x)`, or `float(x)` for a number.",
+    "Tracer.numpy": (
+        "In a compiled step, an array has no value for Python. To print it, write "
+        '`jax.debug.print("{}", x)`. To read it, return it from `train_loop_end`.'
+    ),
     "StepIterator.get_next_as_optional": (
         "Write `next(iterator)`: a trainer ends its loop where the data ends."
     ),

@@ -114,11 +114,15 @@ def _note_name(error: AttributeError) -> None:
     """Adds advice on a name that objects of Flax, Keras or JAX do not have."""
     kind = type(error.obj)
     jax = sys.modules.get("jax")
+    is_tracer = False
     if jax is not None and isinstance(error.obj, jax.Array):
         kind = jax.Array
+        is_tracer = isinstance(error.obj, jax.core.Tracer)
     if error.name is None or owner_of_class(kind) is not Owner.LIBRARY:
         return
     answer = find_answer(kind, error.name)
+    if is_tracer:
+        answer = find_answer(jax.core.Tracer, error.name) or answer
     add_note(error, answer)
 
 

@@ -218,3 +218,11 @@ def test_an_unknown_attribute_gets_no_such_note():
     with pytest.raises(AttributeError) as caught:
         make_controller(1, step).train(1)
     assert "write" not in "".join(caught.value.__notes__)
+
+
+def test_a_tracer_gets_the_note_of_a_step():
+    with pytest.raises(AttributeError) as caught:
+        make_controller(1, lambda x: x.numpy()).train(1)
+    notes = "".join(caught.value.__notes__)
+    assert "To print it, write `jax.debug.print(" in notes
+    assert "np.asarray" not in notes
