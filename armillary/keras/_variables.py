@@ -140,9 +140,10 @@ class KerasAdapter(Adapter):
             return None
         return StateStructureError(
             f"`{step}` makes the Keras variable `{variable.path}`, but a compiled "
-            "program carries only variables that exist before it is traced. Build "
-            "models and optimizers first: call the model with one batch "
-            "(`model(batch)`), and then `optimizer.build(model.trainable_variables)`."
+            "program carries only variables that exist before it is traced. Make "
+            "layers, metrics and optimizers outside of the step. Then build them: call "
+            "the model with one batch (`model(batch)`), and then "
+            "`optimizer.build(model.trainable_variables)`."
         )
 
     @contextlib.contextmanager
@@ -154,11 +155,20 @@ class KerasAdapter(Adapter):
             return
         _install_guard()
         before = _guards.stack
-        _guards.stack = (*before, (lifted, explain))
+        refused: list[Exception] = []
+        _guards.stack = (*before, (lifted, explain, refused))
         try:
             yield
+        except Exception as error:
+            if refused and error is not refused[0]:
+                raise refused[0] from error
+            raise
         finally:
             _guards.stack = before
+        if refused:
+            # A model that builds itself has caught the error, and has run without its
+            # weights.
+            raise refused[0]
 
     def roles_below(self, node: Any, parts: Sequence[Part]) -> dict[int, Role]:
         del parts
@@ -208,7 +218,10 @@ _get_value = operator.attrgetter("_value")
 
 
 class _Guards(threading.local):
-    stack: tuple[tuple[Collection[Any], Callable[..., Exception]], ...] = ()
+    # The variables that may change, the error for others, and the errors so far.
+    stack: tuple[
+        tuple[Collection[Any], Callable[..., Exception], list[Exception]], ...
+    ] = ()
 
 
 _guards = _Guards()
@@ -236,9 +249,11 @@ def _install_guard() -> None:
     @functools.wraps(assign)
     def direct_assign(self: Any, value: Any) -> None:
         if _guards.stack and isinstance(value, Tracer):
-            lifted, explain = _guards.stack[-1]
+            lifted, explain, refused = _guards.stack[-1]
             if id(self) not in lifted:
-                raise explain(self)
+                error = explain(self)
+                refused.append(error)
+                raise error
         assign(self, value)
 
     kind._direct_assign = direct_assign

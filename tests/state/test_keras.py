@@ -169,8 +169,14 @@ def test_variables_that_a_step_makes_are_an_error_with_the_fix(keras, run_lifted
         variables = holder.model.trainable_variables
         holder.optimizer.apply([v.value for v in variables], variables)
 
+    def make():
+        keras.metrics.Mean().update_state(1.0)
+
     with pytest.raises(StateStructureError, match=r"`step` makes the Keras variable"):
         run_lifted(step, holder)
+    message = r"`make` makes .*Make layers, metrics and optimizers outside of the step"
+    with pytest.raises(StateStructureError, match=message):
+        run_lifted(make, holder)
     holder.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     holder.optimizer.build(model.trainable_variables)
     run_lifted(step, holder)

@@ -158,6 +158,47 @@ def test_an_evaluation_that_changes_a_keras_model_is_refused(keras):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_model_that_builds_itself_in_a_step_is_an_error(keras, num_replicas):
+    strategy = make_strategy(num_replicas)
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.last = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.last(inputs)
+
+    class Evaluator(armillary.StandardEvaluator):
+        def __init__(self):
+            super().__init__(make_data(strategy))
+            self.strategy = strategy
+            self.model = Net()
+
+        def eval_step(self, iterator):
+            # Keras catches the error, and calls the model with weights that are unset.
+            strategy.run(lambda x, y: self.model(x), args=next(iterator))
+
+    class Trainer(armillary.StandardTrainer):
+        def __init__(self):
+            super().__init__(make_data(strategy))
+            self.strategy = strategy
+            self.model = Net()
+
+        def train_step(self, iterator):
+            def step(inputs, labels):
+                loss = lambda: self.model(inputs).mean()  # noqa: E731
+                self.model(inputs)
+                armillary.value_and_grad(loss, self.model.trainable_variables)
+
+            strategy.run(step, args=next(iterator))
+
+    for run in (lambda: Evaluator().evaluate(1), lambda: Trainer().train(1)):
+        with pytest.raises(StateStructureError, match=r"makes the Keras variable `net"):
+            run()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_loss_scale_works_in_a_step_by_its_stateless_method(keras, num_replicas):
     trainer = make_trainer(keras, num_replicas, LAYERS["dense"])
     model = trainer.model
