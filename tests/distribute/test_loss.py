@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,12 +118,16 @@ def test_a_batch_size_smaller_than_the_batch_is_an_error(size, make_mirrored):
 
 def test_a_batch_size_smaller_than_the_batch_is_an_error_in_parts(make_mirrored):
     strategy = make_mirrored(2)
+    unused = nnx.Param(jnp.zeros(()))
 
     def step_fn(batch, size):
         def loss_fn(part):
-            return compute_average_loss(part, global_batch_size=size)
+            return compute_average_loss(part, global_batch_size=size) + 0 * unused[...]
 
-        return armillary.value_and_grad(loss_fn, [], batch=batch, accumulate_steps=2)[0]
+        loss, _ = armillary.value_and_grad(
+            loss_fn, [unused], batch=batch, accumulate_steps=2
+        )
+        return loss
 
     batch = make_rows(strategy)
     assert float(strategy.reduce("sum", strategy.run(step_fn, (batch, 16)))) == 7.5
@@ -186,12 +191,16 @@ def test_an_array_as_a_batch_size_is_one_positive_integer(size):
 
 def test_a_traced_batch_size_does_not_fit_a_part_of_the_batch(make_mirrored):
     strategy = make_mirrored(2)
+    unused = nnx.Param(jnp.zeros(()))
 
     def step_fn(batch, size):
         def loss_fn(part):
-            return compute_average_loss(part, global_batch_size=size)
+            return compute_average_loss(part, global_batch_size=size) + 0 * unused[...]
 
-        return armillary.value_and_grad(loss_fn, [], batch=batch, accumulate_steps=2)[0]
+        loss, _ = armillary.value_and_grad(
+            loss_fn, [unused], batch=batch, accumulate_steps=2
+        )
+        return loss
 
     with pytest.raises(ValueError, match="`global_batch_size` is an array, and grad"):
         strategy.run(step_fn, args=(make_rows(strategy), jnp.asarray(16)))

@@ -78,6 +78,13 @@ def test_an_argument_that_is_no_variable_is_refused():
         armillary.value_and_grad(lambda: jnp.zeros(()), [jnp.zeros(())])
 
 
+@pytest.mark.parametrize("variables", [[], ()])
+def test_a_model_that_was_not_built_has_no_variables(variables):
+    message = r"`variables` is .*at least one variable.*`model\(batch\)`"
+    with pytest.raises(ValueError, match=message):
+        armillary.value_and_grad(lambda: jnp.zeros(()), variables)
+
+
 def test_a_variable_out_of_reach_is_named():
     hidden = nnx.Param(jnp.zeros(()))
 

@@ -156,9 +156,9 @@ def value_and_grad(
     Raises:
         TypeError: If `loss_fn` cannot be called, one of `variables` is not a variable,
             or `remat` is neither a name nor a policy.
-        ValueError: If `batch` is missing or has no such parts, `op` is neither `"mean"`
-            nor `"sum"` or does not fit, `loss_fn` cannot be accumulated, or `remat` is
-            not a policy of JAX.
+        ValueError: If `variables` is an empty list, `batch` is missing or has no such
+            parts, `op` is neither `"mean"` nor `"sum"` or does not fit, `loss_fn`
+            cannot be accumulated, or `remat` is not a policy of JAX.
         CapturedStateError: If the trainer does not reach one of the variables.
     """
     check_callable("loss_fn", loss_fn)
@@ -277,6 +277,14 @@ def _variables_of(variables: Any) -> tuple[list[Any], Any]:
 
     # A value that is not iterable is reported below, as something in a list.
     wanted = list(variables) if np.iterable(variables) else [variables]
+    if not wanted:
+        raise ValueError(
+            f"`variables` is {variables!r:.60}, but it must hold at least one variable "
+            "to differentiate by. A model of Keras may make its variables in its first "
+            "call. So before the first step, call it with one batch "
+            "(`model(batch)`), and then write "
+            "`optimizer.build(model.trainable_variables)`."
+        )
     for variable in wanted:
         if not is_variable(variable):
             raise TypeError(
