@@ -26,7 +26,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         state = eval_begin()
         for _ in range(num_steps):
             outputs = eval_step(iterator)
-            if state is not None:
+            if state is not None or eval_reduce is overridden:
                 state = eval_reduce(state, outputs)
         return eval_end() if state is None else eval_end(state)
 
@@ -69,7 +69,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
     def eval_begin(self) -> Any:
         """Returns the initial state for `eval_reduce`; override as needed.
 
-        With `None`, the default, outputs of steps are dropped.
+        With `None`, the default, outputs of steps are dropped, unless `eval_reduce` is
+        overridden. Then it gets `None` as its first state, as in Orbit.
         """
         return None
 
@@ -140,7 +141,8 @@ class StandardEvaluator(Runner, AbstractEvaluator):
         with claimed(self, "evaluates"), self._in_strategy() as strategy:
             state = self.eval_begin()
             last = setup.loop
-            keeps = state is not None
+            is_reduced = type(self).eval_reduce is not StandardEvaluator.eval_reduce
+            keeps = is_reduced or state is not None
             method = self._get_method(setup, strategy, "eval_step", keep_results=keeps)
             loop = find_loop(setup, method)
             check_ends("num_steps", num_steps, loop.datasets)
@@ -148,7 +150,7 @@ class StandardEvaluator(Runner, AbstractEvaluator):
                 loop.reopen()
 
             for step_outputs in loop.iterate(num_steps):
-                if state is not None:
+                if keeps:
                     state = self.eval_reduce(state, step_outputs)
             if num_steps == -1 and not setup.has_warned:
                 _warn_of_left_batches(setup, loop)

@@ -247,8 +247,7 @@ class StepPrograms(Programs[Program]):
         self._has_warned_of_results = True
         end = "`train_loop_end`"
         if self._method.is_evaluation:
-            end = "`eval_end`; or let `eval_begin` return a state, and write "
-            end += "`eval_reduce`"
+            end = "`eval_end`; or write `eval_reduce(self, state, step_outputs)`"
         logger.warning(
             "The result of `%s` is dropped. Update a metric in this method, and return "
             "the result of the metric from %s.",

@@ -124,6 +124,16 @@ def test_evaluation_steps_count_batches_and_not_pieces():
     assert count.evaluate(-1)["seen"] == list(range(12))
 
 
+def test_the_first_state_is_none_as_in_orbit():
+    class WithoutBegin(Evaluator):
+        eval_begin = StandardEvaluator.eval_begin
+
+        def eval_reduce(self, state, step_outputs):
+            return super().eval_reduce(state or [], step_outputs)
+
+    assert WithoutBegin(make_batches(3)).evaluate(-1) == {"seen": [1, 2, 3]}
+
+
 def test_an_evaluation_without_data_returns_its_first_state():
     assert Evaluator([]).evaluate(-1) == {"seen": []}
 
