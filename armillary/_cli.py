@@ -54,9 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     namespace, unknown = parser.parse_known_args(words)
     subparser: argparse.ArgumentParser = getattr(namespace, "subparser", parser)
     if unknown:
+        problem = "is left over, because this command takes fewer arguments"
+        if any(word.startswith("-") for word in unknown):
+            problem = "is not an option of this command"
         subparser.error(
-            f"{' '.join(unknown)!r} is not an option of this command. Use one that "
-            f"`{subparser.prog} --help` lists."
+            f"{' '.join(unknown)!r} {problem}. Use what `{subparser.prog} --help` "
+            "lists."
         )
     if subparser is parser:
         parser.print_help()

@@ -157,6 +157,7 @@ def test_an_empty_description_of_a_cluster_is_none(jobs, monkeypatch):
     [
         ([], ExitCode.OK, "launch start the workers"),
         (["--bogus"], ExitCode.USAGE, "'--bogus' is not an option of this command. "),
+        (["runs", "a", "b"], ExitCode.USAGE, "'b' is left over, because this command"),
         (["--version"], ExitCode.OK, f"armillary {armillary.__version__}"),
     ],
 )
