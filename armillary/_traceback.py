@@ -121,7 +121,7 @@ def _note_name(error: AttributeError) -> None:
     if error.name is None or owner_of_class(kind) is not Owner.LIBRARY:
         return
     answer = find_answer(kind, error.name)
-    if is_tracer:
+    if jax is not None and is_tracer:
         answer = find_answer(jax.core.Tracer, error.name) or answer
     add_note(error, answer)
 
