@@ -77,9 +77,7 @@ class Dataflow(Generic[Fact]):
         jaxpr = getattr(program, "jaxpr", program)
         outer = self.jaxpr
         self.jaxpr = jaxpr
-        known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
-        constants = map(self.fact_of, getattr(program, "consts", ()))
-        known.update(zip(jaxpr.constvars, constants, strict=False))
+        known = self._find_constants(program)
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Fact:
@@ -95,6 +93,16 @@ class Dataflow(Generic[Fact]):
         self.jaxpr = outer
         return list(map(read, jaxpr.outvars))
 
+    def _find_constants(self, program: Any) -> dict[Any, Fact]:
+        """Returns the facts of the constants of a program, by variable."""
+        jaxpr = getattr(program, "jaxpr", program)
+        # An open program has the variables of constants, but not their values.
+        known: dict[Any, Fact] = dict.fromkeys(jaxpr.constvars, self.nothing)
+        values = getattr(program, "consts", ())
+        for variable, value in zip(jaxpr.constvars, values, strict=False):
+            known[variable] = self.fact_of(value)
+        return known
+
     def _follow(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         """Returns the facts of results through the programs of an equation."""
         name = equation.primitive.name
@@ -106,12 +114,15 @@ class Dataflow(Generic[Fact]):
         }
         if name in known:
             return known[name](equation, operands)
+
         programs = list(programs_in(equation))
         if not programs:
             return [self.mix(equation, operands)] * len(equation.outvars)
-        is_map = name == "shard_map"
-        if len(programs) == 1 and (is_map or _is_call(equation, programs[0])):
-            return self._enter(equation, programs[0], operands)
+        if len(programs) == 1:
+            [program] = programs
+            is_map = name == "shard_map"
+            if is_map or _is_call(equation, program):
+                return self._enter(equation, program, operands)
 
         # The equation may use its programs in any way, so all facts are joined.
         everything = self.join(operands)
@@ -161,6 +172,8 @@ class Dataflow(Generic[Fact]):
         constants = operands[:first]
         body_constants = operands[first:last]
         carry = operands[last:]
+
+        # Each round can only add to facts, so the loop ends. The same goes for a scan.
         while True:
             (decides,) = self._enter(equation, decide, [*constants, *carry])
             gained = self.decide(equation, decides)
@@ -312,11 +325,14 @@ def find_forwarded(equation: Any) -> list[int | None]:
     facts = _Identities().follow(equation, own)
     forwarded: list[int | None] = []
     for fact, result in zip(facts, equation.outvars, strict=True):
-        number = next(iter(fact)) if len(fact) == 1 else _COMPUTED
-        is_equal = (
-            number != _COMPUTED and operands[number].aval.shape == result.aval.shape
-        )
-        forwarded.append(number if is_equal else None)
+        forwarded.append(None)
+        if len(fact) != 1:
+            continue
+        [number] = fact
+        if number == _COMPUTED:
+            continue
+        if operands[number].aval.shape == result.aval.shape:
+            forwarded[-1] = number
     return forwarded
 
 

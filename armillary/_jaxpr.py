@@ -115,10 +115,10 @@ def is_called_by_library(equation: Any) -> bool:
 def is_made_by(equation: Any, *functions: str) -> bool:
     """Returns whether an equation was made in one of these functions of libraries."""
     traceback = equation.source_info.traceback
-    return traceback is not None and any(
-        frame.function_name in functions and is_library_file(frame.file_name)
-        for frame in traceback.frames
-    )
+    for frame in () if traceback is None else traceback.frames:
+        if frame.function_name in functions and is_library_file(frame.file_name):
+            return True
+    return False
 
 
 def _is_program(value: Any) -> bool:
@@ -137,6 +137,7 @@ def call_program(
     (call,) = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns
     if call.primitive is not jit_p:  # for example, under `jax.disable_jit`
         return core.jaxpr_as_fun(program)(*arguments)
+
     if program.consts:
         inner = program.jaxpr
         arguments = [*program.consts, *arguments]
@@ -144,19 +145,25 @@ def call_program(
         program = core.ClosedJaxpr(inner.replace(constvars=[], invars=invars), ())
 
     # XLA is slow for loops and branches with unused arrays.
-    jaxpr = program.jaxpr
-    reads = itertools.chain(
-        jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns)
-    )
-    used = set(map(id, reads))
-    is_used = [id(variable) in used for variable in jaxpr.invars]
+    is_used = _find_used(program.jaxpr)
     program = take_inputs(program, is_used)
     arguments = list(itertools.compress(arguments, is_used))
 
     params = {**call.params, "jaxpr": program, "name": name}
-    params |= {name: params[name] * len(arguments) for name in _PER_INPUT}
-    params |= {name: params[name] * len(program.out_avals) for name in _PER_OUTPUT}
+    # The call in the trace had one input and one output.
+    for parameter in _PER_INPUT:
+        params[parameter] *= len(arguments)
+    for parameter in _PER_OUTPUT:
+        params[parameter] *= len(program.out_avals)
     return jit_p.bind(*arguments, **params)
+
+
+def _find_used(jaxpr: Any) -> list[bool]:
+    """Returns whether a program reads each of its inputs."""
+    used = set(map(id, jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        used.update(map(id, equation.invars))
+    return [id(variable) in used for variable in jaxpr.invars]
 
 
 def take_inputs(program: core.ClosedJaxpr, is_used: list[bool]) -> core.ClosedJaxpr:

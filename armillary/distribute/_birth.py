@@ -5,7 +5,8 @@ each array lies, and the constructor is compiled for these places. So no device 
 holds more than its part, and random numbers are the same as on one device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -42,6 +43,7 @@ def make_in_place(
     # Such as an `nnx.Rngs`, which counts the numbers that the constructor draws.
     claimed = [(each, "") for each in objects if is_claimed(each)]
     outside = State([(fn, ""), *claimed])
+    before = outside.read()
 
     # An item of a dictionary can be replaced, and the empty name adds nothing to paths.
     holder: dict[str, Any] = {}
@@ -59,18 +61,11 @@ def make_in_place(
         changed = [i for i, leaf in enumerate(after) if leaf is not before[i]]
         return arrays, [after[i] for i in changed]
 
-    before = outside.read()
     with strategy.leave_program_mesh(), strategy.jax_settings(), leaves_placing():
-        try:
+        with _explaining_values(fn):
             program = jax.make_jaxpr(construct)(before)
-        except VALUE_ERRORS as error:
-            error.add_note(
-                f"`strategy.make` traces `{_name_of(fn)}`, so the arrays that it makes "
-                "have no values yet. Compute with them (`jnp.where`), or make an array "
-                "whose value Python needs before, and pass it in."
-            )
-            raise
         _check_places(made, fn)
+
         roots = [(fn, ""), (args, ""), (kwargs, "")]
         # In a plan, too, an annotation or a rule that does not fit is an error.
         shardings = _choose_shardings(strategy, made, (holder, ""), roots)
@@ -81,7 +76,7 @@ def make_in_place(
 
     outside_now = list(before)
     for i, value in zip(changed, after, strict=True):
-        is_type = isinstance(value, jax.ShapeDtypeStruct)
+        is_type = isinstance(value, jax.ShapeDtypeStruct)  # in a plan
         if is_type:
             outside_now[i] = value
         else:
@@ -90,6 +85,20 @@ def make_in_place(
     made.write(arrays)
     made.move_new(outside)
     return holder[""]
+
+
+@contextlib.contextmanager
+def _explaining_values(fn: Callable[..., Any]) -> Iterator[None]:
+    """Adds advice to the error about an array that has no value in the trace."""
+    try:
+        yield
+    except VALUE_ERRORS as error:
+        error.add_note(
+            f"`strategy.make` traces `{_name_of(fn)}`, so the arrays that it makes "
+            "have no values yet. Compute with them (`jnp.where`), or make an array "
+            "whose value Python needs before, and pass it in."
+        )
+        raise
 
 
 def _choose_shardings(

@@ -251,6 +251,7 @@ class _Editor:
                 continue
             casts.note(equation)
             equations.append(self._edit_call(equation))
+
         is_same = all(map(_is_identical, equations, jaxpr.eqns))
         if is_same and len(equations) == len(jaxpr.eqns):
             return jaxpr
@@ -262,9 +263,11 @@ class _Editor:
         product = equation.replace(invars=[*operands, *others])
         if not self._dtype.has_products:
             return [*added, product]
+
         if equation.primitive.name != _CONVOLUTION:
             # The terms are added in float32, so the result needs no cast.
-            params = {**equation.params, "preferred_element_type": np.dtype(_WHOLE)}
+            whole_dtype = np.dtype(_WHOLE)
+            params = {**equation.params, "preferred_element_type": whole_dtype}
             return [*added, product.replace(params=params)]
 
         # Not every platform has convolutions with results of another dtype.
@@ -280,7 +283,7 @@ class _Editor:
             return equation
         old = equation.params
         new = {name: self._edit_any(value) for name, value in old.items()}
-        is_same = all(new[name] is value for name, value in old.items())
+        is_same = all(map(_is_identical, new.values(), old.values()))
         return equation if is_same else equation.replace(params=new)
 
     def _edit_any(self, value: Any) -> Any:

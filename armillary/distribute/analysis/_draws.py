@@ -132,28 +132,31 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
         """Returns the origin of random numbers that are drawn from a key."""
         if key.is_own or key.is_meant:
             return Origin(is_own=key.is_own, is_meant=key.is_meant)
+
         line = self.line(equation)
         shape = equation.outvars[-1].aval.shape
         numbers: set[tuple[str, int]] = set()
         for axis, size in enumerate(shape):
             if size > 1:
-                numbers.add((line, axis - len(shape)))
+                from_the_last = axis - len(shape)
+                numbers.add((line, from_the_last))
         return Origin(lines=frozenset({line}), numbers=frozenset(numbers))
 
     def _reduce(self, equation: Any, operand: Origin) -> Origin:
         """Notes a reduction of random numbers that are equal on all replicas."""
+        if operand.is_own:
+            return SHARED  # The result is equal on all replicas, as it should be.
         is_gathered = equation.primitive.name.startswith("all_gather")
         is_for_replicas = is_gathered or operand.is_gradient
-        is_shared = is_for_replicas and not operand.is_own
-        if is_shared and not self.is_backward(equation):
+        if is_for_replicas and not self.is_backward(equation):
             self._note(operand.lines, equation)
-        lines = frozenset() if operand.is_own else operand.lines
-        return Origin(lines=lines)
+        return Origin(lines=operand.lines)
 
     def mix(self, equation: Any, operands: list[Origin]) -> Origin:
         """Returns the origin of a result; notes numbers along an axis of examples."""
         both = self.join(operands)
         is_gradient = both.is_gradient or self.is_backward(equation)
+
         # The axes of the result along which there are numbers and examples.
         numbers: set[tuple[str, int]] = set()
         examples: set[int] = set()

@@ -56,7 +56,8 @@ class Sameness(ReplicaDataflow[Classes]):
         # The constants become inputs, because inputs have facts of their own.
         variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
         jaxpr = program.jaxpr.replace(constvars=[], invars=variables)
-        return self.run(core.ClosedJaxpr(jaxpr, ()), [*constants, *inputs])
+        without_constants = core.ClosedJaxpr(jaxpr, ())
+        return self.run(without_constants, [*constants, *inputs])
 
     def join(self, facts: Iterable[Classes]) -> Classes:
         """Returns the joint fact: two replicas are equal if they are in every fact."""

@@ -75,26 +75,34 @@ def trace_step(
     is_same = again.is_same(step)
     is_constant = is_same and not more_changes
     if drawn and not is_same:
-        raise CapturedStateError(
-            f"`{tracing.name}` draws from `{drawn[0]}` while it is traced, so the same "
-            "numbers would be a constant of the compiled program in every step. Draw "
-            f"from a key of JAX that {owner} carries from step to step, such as "
-            "`nnx.Rngs` (`jax.random.normal(rngs(), shape)`), or put random numbers "
-            "into the batches."
-        )
+        raise _explain_drawn(tracing.name, owner, drawn[0])
     if changes and not is_constant:
-        lines = [
-            f"{path}: {change}, once, while the step was traced"
-            for path, change in sorted(changes.items())
-        ]
-        raise StateStructureError(
-            f"`{tracing.name}` changed plain values, so the next step would be a "
-            "different program, but a compiled loop runs Python only once:\n"
-            f"{list_lines(lines, most=10)}\n"
-            "Hold counters and conditions in arrays (`jnp.zeros(...)`, `jnp.where`). "
-            "Set values that are set only once in `__init__` or `train_loop_begin`."
-        )
+        raise _explain_changes(tracing.name, changes)
     return step
+
+
+def _explain_drawn(name: str, owner: str, generator: str) -> CapturedStateError:
+    """Returns the error for random numbers that would be constants."""
+    return CapturedStateError(
+        f"`{name}` draws from `{generator}` while it is traced, so the same numbers "
+        "would be a constant of the compiled program in every step. Draw from a key of "
+        f"JAX that {owner} carries from step to step, such as `nnx.Rngs` "
+        "(`jax.random.normal(rngs(), shape)`), or put random numbers into the batches."
+    )
+
+
+def _explain_changes(name: str, changes: dict[str, str]) -> StateStructureError:
+    """Returns the error for plain values that a step has changed."""
+    lines: list[str] = []
+    for path, change in sorted(changes.items()):
+        lines.append(f"{path}: {change}, once, while the step was traced")
+    return StateStructureError(
+        f"`{name}` changed plain values, so the next step would be a different "
+        "program, but a compiled loop runs Python only once:\n"
+        f"{list_lines(lines, most=10)}\n"
+        "Hold counters and conditions in arrays (`jnp.zeros(...)`, `jnp.where`). Set "
+        "values that are set only once in `__init__` or `train_loop_begin`."
+    )
 
 
 class _Tracing(NamedTuple):
@@ -128,6 +136,7 @@ class _Tracing(NamedTuple):
         functions.forget_programs()
         generators = _find_generators(before, functions)
         states = {name: get_state() for name, get_state in generators.items()}
+
         try:
             step, changes = self._trace(before)
         except BaseException:
@@ -136,6 +145,7 @@ class _Tracing(NamedTuple):
             raise
         finally:
             functions.forget_programs()
+
         drawn: list[str] = []
         for name, get_state in generators.items():
             if get_state() != states[name]:
@@ -179,16 +189,7 @@ class _Tracing(NamedTuple):
                     new_arrays.append(now)
             # Here, because a walk that outlives the trace would hold its tracers.
             changes = state.changes_between(before, walk)
-
-            # Arrays are results of the program. Other values stay in Python.
-            arrays: list[jax.Array] = []
-            fixed: list[Any] = []
-            for value in values:
-                is_array = isinstance(value, jax.Array)
-                fixed.append(ARRAY if is_array else value)
-                if is_array:
-                    arrays.append(value)
-            static = tuple(fixed)
+            arrays, static = _split_results(values)
             return new_arrays, arrays
 
         keys = {slot.key for slot in state.slots}
@@ -199,6 +200,7 @@ class _Tracing(NamedTuple):
             guarded_writes(keys, explain_write),
         ):
             traced = jax.jit(pure).trace(self.flat.types, self.arguments)
+
         if not is_in_trace():
             self._check_nothing_left()
         check_captured(traced.jaxpr, state, self.user_fn, self.owner)
@@ -237,6 +239,22 @@ class _Tracing(NamedTuple):
             for index, batch in enumerate(batches):
                 is_used += [index < count] * len(jax.tree.leaves(batch))
         return take_inputs(program, is_used)
+
+
+def _split_results(values: list[Any]) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    """Returns the arrays among the results of a step, and the results without them.
+
+    Arrays are results of the program. Other values stay in Python.
+    """
+    arrays: list[jax.Array] = []
+    static: list[Any] = []
+    for value in values:
+        if isinstance(value, jax.Array):
+            arrays.append(value)
+            static.append(ARRAY)
+        else:
+            static.append(value)
+    return arrays, tuple(static)
 
 
 def _without_unchanged(

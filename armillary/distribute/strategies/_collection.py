@@ -163,6 +163,7 @@ class _Editor:
                 continue
 
             call = self._edit_equation(equation, facts)
+            early |= call.early
             known.update(zip(equation.outvars, call.results, strict=True))
             # A program may constrain a parameter itself. Then its result has no fact,
             # and must stay.
@@ -179,7 +180,6 @@ class _Editor:
                 constraint = self._collect(operands[number], fact, equation)
                 equations.append(constraint)
                 (operands[number],) = constraint.outvars
-            early |= call.early
             equations.append(call.equation.replace(invars=operands))
 
         outputs = list(map(resolve, jaxpr.outvars))

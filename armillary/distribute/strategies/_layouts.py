@@ -271,9 +271,10 @@ class MeshLayout(_OneReplica, _OnMesh):
         def shard(leaf: Any) -> NamedSharding:
             return self.sharding_of(np.shape(leaf), leading_axes)
 
-        if not self.peers.is_alone:
-            return jax.tree.map(lambda leaf: place_parts(leaf, shard(leaf)), arrays)
-        return jax.device_put(arrays, jax.tree.map(shard, arrays))
+        shardings = jax.tree.map(shard, arrays)
+        if self.peers.is_alone:
+            return jax.device_put(arrays, shardings)
+        return jax.tree.map(place_parts, arrays, shardings)
 
     def own_parts(self, shape: tuple[int, ...], leading_axes: int) -> list[Index]:
         sharding = self.sharding_of(shape, leading_axes)

@@ -133,8 +133,10 @@ class ShardedPlacement(MeshPlacement):
     def decide(self, state: State) -> Sequence[Place]:
         places: list[Place] = []
         for spec, reason in self.rules.decide(state, self.mesh):
-            axes = [axis for entry in spec for axis in axes_of(entry)]
-            num_parts = math.prod(self.mesh.shape[axis] for axis in axes)
+            num_parts = 1
+            for entry in spec:
+                for axis in axes_of(entry):
+                    num_parts *= self.mesh.shape[axis]
             places.append(Place(spec, num_parts, reason))
         return places
 
