@@ -207,9 +207,11 @@ def _make_buffers(arrays: PyTree, size: int) -> PyTree:
 
     Each chunk has memory of its own, because devices may share it for long.
     """
-    return jax.tree.map(
-        lambda leaf: empty_aligned((size, *leaf.shape), leaf.dtype), arrays
-    )
+
+    def make_buffer(leaf: np.ndarray) -> np.ndarray:
+        return empty_aligned((size, *leaf.shape), leaf.dtype)
+
+    return jax.tree.map(make_buffer, arrays)
 
 
 def _add_step(chunk: Chunk, step: Step) -> None:
@@ -221,8 +223,10 @@ def _add_step(chunk: Chunk, step: Step) -> None:
             parts = jax.tree.leaves(batch.arrays)
             for buffer, part in zip(leaves, parts, strict=True):
                 buffer[index] = part
-    chunk.positions.append(tuple(batches[-1].position for batches in step))
-    chunk.ends.append(all(batches[-1].is_last for batches in step))
+
+    lasts = [batches[-1] for batches in step]
+    chunk.positions.append(tuple(last.position for last in lasts))
+    chunk.ends.append(all(last.is_last for last in lasts))
     chunk.num_steps += 1
 
 

@@ -189,27 +189,13 @@ def make_gather(
         options: The options of the distributed dataset.
         is_shared: Whether all processes divide the batches of one dataset.
     """
-    has_arrays = isinstance(source, ArrayDataset)
-    can_stay = has_arrays and source.num_examples <= _MOST_ROWS
     stays = options.place_on_device
-    if stays and not can_stay:
-        raise TypeError(
-            f"`place_on_device` is True, but the source ({source.name}) has no "
-            f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
-            "Leave `place_on_device` out, and batches are sent from the host."
-        )
-    has_equal_arrays = is_shared or layout.stacked or layout.peers.is_alone
-    if stays and not has_equal_arrays:
-        raise ValueError(
-            "`place_on_device` is True, but each input pipeline (a function with an "
-            "`input_context`) has arrays of its own, and one replica spans all "
-            "processes, so its devices need equal arrays. Leave `place_on_device` out, "
-            "or distribute one dataset over all processes "
-            "(`strategy.distribute_dataset`)."
-        )
+    if stays:
+        _check_can_stay(source, layout, is_shared=is_shared)
 
     # Rows in memory cost nothing to take late. Other rows are read batch by batch if
     # this process needs all of them, so that an error comes after the batches before.
+    has_arrays = isinstance(source, ArrayDataset)
     needs_all = layout.peers.is_alone or not is_shared
     if needs_all and not has_arrays:
         return source, Gather(layout)
@@ -221,14 +207,41 @@ def make_gather(
     if stays:
         assert isinstance(source, ArrayDataset)
         if options.remainder == "pad":
-            add_mask(source.arrays, None)
-        with _lock:
-            by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
-            placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
-            by_layout[layout] = placed
+            add_mask(source.arrays, None)  # raises if the arrays can have no mask
+        placed = _find_placed(source, layout)
     dtype = np.int32 if stays else np.int64
     gather = Gather(layout, dataset, placed, is_shared)
     return _Numbers(source, dataset, dtype), gather
+
+
+def _check_can_stay(source: Source, layout: BatchLayout, *, is_shared: bool) -> None:
+    """Raises if the arrays of a source cannot stay on the devices."""
+    has_arrays = isinstance(source, ArrayDataset)
+    can_stay = has_arrays and source.num_examples <= _MOST_ROWS
+    if not can_stay:
+        raise TypeError(
+            f"`place_on_device` is True, but the source ({source.name}) has no "
+            f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
+            "Leave `place_on_device` out, and batches are sent from the host."
+        )
+    has_equal_arrays = is_shared or layout.stacked or layout.peers.is_alone
+    if not has_equal_arrays:
+        raise ValueError(
+            "`place_on_device` is True, but each input pipeline (a function with an "
+            "`input_context`) has arrays of its own, and one replica spans all "
+            "processes, so its devices need equal arrays. Leave `place_on_device` out, "
+            "or distribute one dataset over all processes "
+            "(`strategy.distribute_dataset`)."
+        )
+
+
+def _find_placed(source: ArrayDataset, layout: BatchLayout) -> _PlacedArrays:
+    """Returns the arrays of a source on a layout, which all of its datasets share."""
+    with _lock:
+        by_layout = _placed.setdefault(source, weakref.WeakValueDictionary())
+        placed = by_layout.get(layout) or _PlacedArrays(source.arrays, layout)
+        by_layout[layout] = placed
+    return placed
 
 
 class _Numbers:
@@ -308,16 +321,19 @@ class _Rows:
         found: list[PyTree] = []
         start = 0
         for part in numbers:
-            own = slice(start, start + part.size)
-            start += part.size
-
-            def cut(
-                leaf: np.ndarray, own: slice = own, part: np.ndarray = part
-            ) -> np.ndarray:
-                return leaf[own].reshape(*part.shape, *leaf.shape[1:])
-
-            found.append(jax.tree.map(cut, rows))
+            stop = start + part.size
+            found.append(_cut(rows, slice(start, stop), part.shape))
+            start = stop
         return found
+
+
+def _cut(rows: PyTree, own: slice, shape: tuple[int, ...]) -> PyTree:
+    """Returns a range of rows, with axes of this shape in place of the first one."""
+
+    def cut(leaf: np.ndarray) -> np.ndarray:
+        return leaf[own].reshape(*shape, *leaf.shape[1:])
+
+    return jax.tree.map(cut, rows)
 
 
 @dataclass(frozen=True, eq=False)

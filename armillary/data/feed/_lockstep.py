@@ -154,7 +154,11 @@ class Lockstep:
             own = json.dumps([self._offer(piece) for piece in self._waiting])
             texts = self._peers.gather("the next batches", own)
             answers = [json.loads(text) for text in texts]
-        return [[_Offer(*offer) for offer in offers] for offers in answers]
+
+        by_process: list[list[_Offer]] = []
+        for offers in answers:
+            by_process.append([_Offer(*offer) for offer in offers])
+        return by_process
 
     def _own_value(self) -> list[_Offer] | None:
         """Returns the offers for the other processes, if all of them were read."""

@@ -183,18 +183,20 @@ def count_examples(source: Any, argument: str = "source") -> int:
             f"`{argument}` is a {kind} of arrays, but it must give one example for "
             "each number. Use `armillary.data.from_arrays(arrays, batch_size=...)`."
         )
-    if isinstance(source, type) or not isinstance(source, RandomAccess):
-        missing = [
-            f"`{name}`"
-            for name in ("__len__", "__getitem__")
-            if isinstance(source, type) or not hasattr(source, name)
-        ]
+    # A class has the methods of its objects, but none of their examples.
+    is_class = isinstance(source, type)
+    if is_class or not isinstance(source, RandomAccess):
+        missing: list[str] = []
+        for name in ("__len__", "__getitem__"):
+            if is_class or not hasattr(source, name):
+                missing.append(f"`{name}`")
         raise TypeError(
             f"`{argument}` is {source!r:.80} of type {kind}, which has no "
             f"{' and no '.join(missing)}, but it must have a length, and one example "
             "for each number from 0. Pass data that can only be iterated, such as a "
             "loader, to `strategy.distribute_dataset` directly."
         )
+
     try:
         count = len(source)
     except (TypeError, ValueError, OverflowError) as error:

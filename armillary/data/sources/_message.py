@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,8 @@ def read_values(
     dtype = feature.dtype
     count = math.prod(feature.shape)
     if kind == "bytes_list" and dtype.kind != "O":
-        # It was written as the bytes of an array.
-        size = count * dtype.itemsize
-        if len(values) != 1 or len(values[0]) != size:
-            raise TFRecordError(
-                f"holds byte strings of {[len(value) for value in values[:3]]} bytes "
-                f"in the feature {name!r}, but {dtype} of shape {feature.shape} is one "
-                f"of {size} bytes. Use the shape and dtype of the array that was "
-                "written, or `dtype=bytes` to decode them in the program."
-            )
-        written = np.frombuffer(values[0], dtype.newbyteorder("<"))
-        return written.reshape(feature.shape)
+        return _read_array(values, name, feature)
+
     if kind != list_for(dtype):
         raise TFRecordError(
             f"holds the feature {name!r} as `{kind}`, but `features` says {dtype}. Use "
@@ -58,6 +49,7 @@ def read_values(
     if dtype.kind == "O":
         # Not `asarray`, which would look into the byte strings.
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
+
     written = np.asarray(values)
     with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
         read = written.astype(dtype)
@@ -69,6 +61,25 @@ def read_values(
                 "Use a wider dtype, such as `np.int64`."
             )
     return read.reshape(feature.shape)
+
+
+def _read_array(
+    values: Sequence[bytes], name: str, feature: FixedLenFeature
+) -> np.ndarray:
+    """Returns an array that was written as its bytes."""
+    dtype = feature.dtype
+    size = math.prod(feature.shape) * dtype.itemsize
+    sizes = [len(value) for value in values]
+    if sizes != [size]:
+        raise TFRecordError(
+            f"holds byte strings of {sizes[:3]} bytes in the feature {name!r}, but "
+            f"{dtype} of shape {feature.shape} is one of {size} bytes. Use the shape "
+            "and dtype of the array that was written, or `dtype=bytes` to decode them "
+            "in the program."
+        )
+    [data] = values
+    written = np.frombuffer(data, dtype.newbyteorder("<"))
+    return written.reshape(feature.shape)
 
 
 _PROTO = """

@@ -237,17 +237,14 @@ def _take_values(
     dtype = feature.dtype
     count = math.prod(feature.shape)
     if kind == 1 and dtype.kind == "O":
-        fits = np.full(len(begin), count == 1)
-        begins = begin[fits].tolist()
-        ends = end[fits].tolist()
-        texts = [data[start:stop] for start, stop in zip(begins, ends, strict=True)]
-        return fits, np.fromiter(texts, object, len(texts))
+        return _take_texts(data, begin, end, count)
 
     # A varint of one byte is its value.
     by_kind = {1: dtype.newbyteorder("<"), 2: "<f4", 3: "u1"}
     stored = np.dtype(by_kind[kind])
     size = count * stored.itemsize
     fits = end - begin == size
+
     # All runs of this size in the data, one at each byte; nothing is copied.
     num_runs = max(0, len(data) - size)
     runs = np.ndarray(num_runs, f"V{size}", data, strides=(1,))
@@ -267,6 +264,21 @@ def _take_values(
             fits[changed] = False
             read = read[is_same]
     return fits, read
+
+
+def _take_texts(
+    data: bytes,
+    begin: np.ndarray,
+    end: np.ndarray,
+    count: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns whether a feature of `count` texts fits the lists, and their texts."""
+    # A list is plain only if it holds a single text.
+    fits = np.full(len(begin), count == 1)
+    begins = begin[fits].tolist()
+    ends = end[fits].tolist()
+    texts = [data[start:stop] for start, stop in zip(begins, ends, strict=True)]
+    return fits, np.fromiter(texts, object, len(texts))
 
 
 def _take_integers(

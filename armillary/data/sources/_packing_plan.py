@@ -51,6 +51,7 @@ def make_plan(
     longest = int(lengths.max(initial=0))
     lengths = lengths.astype(find_dtype(longest + row_length), copy=False)
     documents, starts, sizes = _cut(lengths, row_length)
+
     window = window or max(1, len(lengths))
     rows = np.empty(len(sizes), documents.dtype)
     num_rows = 0
@@ -75,13 +76,15 @@ def _cut(
     lengths: np.ndarray, row_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the document, the start and the size of each piece of all documents."""
-    num_pieces = -(-lengths // row_length)
+    num_pieces = -(-lengths // row_length)  # rounded up
     count = int(num_pieces.sum())
     kind = find_dtype(max(count, len(lengths)))
     documents = np.repeat(np.arange(len(lengths), dtype=kind), num_pieces)
-    firsts = np.cumsum(num_pieces, dtype=kind) - num_pieces
+
     # The number of each piece in its document, and then its place there.
-    starts = (np.arange(count, dtype=kind) - firsts[documents]).astype(lengths.dtype)
+    firsts = np.cumsum(num_pieces, dtype=kind) - num_pieces
+    numbers = np.arange(count, dtype=kind) - firsts[documents]
+    starts = numbers.astype(lengths.dtype)
     starts *= row_length
     sizes = np.minimum(lengths[documents] - starts, row_length)
     return documents, starts, sizes

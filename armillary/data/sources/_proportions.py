@@ -57,13 +57,14 @@ class Proportions:
         self._owed = list(owed or [0] * len(weights))
         exact = [Fraction(weight) for weight in weights]
         total = sum(exact)
-        leaves: list[_Node] = []
+        self._leaves: list[_Node] = []
         for choice, weight in enumerate(exact):
             if weight:
-                scaled = max(1, round(weight / total * _SCALE))
-                leaves.append(_Node(scaled, self._owed[choice], choice))
-        self._leaves = leaves
-        self._root = _join(leaves)
+                scaled = round(weight / total * _SCALE)
+                # A small weight must not become 0, or its choice would never occur.
+                leaf = _Node(max(1, scaled), self._owed[choice], choice)
+                self._leaves.append(leaf)
+        self._root = _join(self._leaves)
 
     def count(self, num_rows: int) -> list[int]:
         """Returns how often each choice occurs in the first rows."""
@@ -148,6 +149,7 @@ def _divide(
         assert node.choice is not None
         yield node.choice, count, more
         return
+
     left, right = node.parts
     # floor((n - owed) * share + owed to the left + 1/2), in integers. Only the first
     # product can exceed 64 bits.

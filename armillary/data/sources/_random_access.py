@@ -97,12 +97,15 @@ class RandomAccessDataset(IndexedDataset):
         return count_examples(source, self.argument)
 
     def _read_types(self) -> PyTree:
-        example = jax.tree.map(_as_array, self._read([0])[0])
+        first = self._read([0])[0]
+        example = jax.tree.map(_as_array, first)
         batch = jax.tree.map(lambda leaf: leaf[np.newaxis], example)
         check_batch(batch, lambda: f"Example 0 of `{self.argument}`, as a batch,")
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), example
-        )
+
+        def type_of(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        return jax.tree.map(type_of, example)
 
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these examples.

@@ -88,9 +88,9 @@ class TFRecordDataset(IndexedDataset):
     ) -> None:
         if isinstance(paths, str | os.PathLike) or not np.iterable(paths):
             paths = [paths]
-        patterns = [
-            check_path("paths", pattern, only_python_opens=True) for pattern in paths
-        ]
+        patterns: list[str] = []
+        for pattern in paths:
+            patterns.append(check_path("paths", pattern, only_python_opens=True))
         self._paths = find_files(patterns)
         self._features = check_features(features)
 
@@ -100,6 +100,7 @@ class TFRecordDataset(IndexedDataset):
         # The number of records in all files before each file.
         self._starts = np.cumsum([0, *map(len, places)])
         super().__init__("paths", len(self._places), *options)
+
         mean_size = int(self._places[:, 1].mean())
         count = _AT_ONCE // (1 + mean_size)
         self.rows_at_once = min(count, self.num_examples)
