@@ -231,18 +231,21 @@ def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler |
     # All processes wait for their devices, which wait for each other. The process that
     # waits least is the slowest, and its waiting is the time of the devices alone.
     devices = min(process_times.waiting for process_times in times)
-    totals = [sum(process_times[:-1]) + devices for process_times in times]
+    totals: list[float] = []
+    for *phases, _ in times:
+        totals.append(sum(phases) + devices)
     index = max(candidates, key=totals.__getitem__)
     seconds = totals[index]
     median = statistics.median(totals[:index] + totals[index + 1 :])
-    if seconds < _TIMES_SLOWER * median or seconds < median + _LEAST_SECONDS:
+    is_slower = seconds >= _TIMES_SLOWER * median
+    if not is_slower or seconds < median + _LEAST_SECONDS:
         return None
 
     # The phase in which it loses most.
     others = [*times[:index], *times[index + 1 :]]
     medians = [statistics.median(values) for values in zip(*others, strict=True)]
-    excesses = [
-        own - other for own, other in zip(times[index][:-1], medians, strict=False)
-    ]
+    *own, _ = times[index]
+    *usual, _ = medians
+    excesses = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
     phase = Times._fields[excesses.index(max(excesses))]
     return Straggler(index, phase, seconds, median)

@@ -1,7 +1,6 @@
 """The environment of a process of a job: its devices, address and variables."""
 
 import contextlib
-import itertools
 import json
 import socket
 from collections.abc import Mapping, Sequence
@@ -71,9 +70,15 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
     if not can_use_gpus(environment):
         return []
     if "CUDA_VISIBLE_DEVICES" in environment:
-        # As for CUDA, an invalid name such as -1 ends the list.
-        visible = map(str.strip, environment["CUDA_VISIBLE_DEVICES"].split(","))
-        return list(itertools.takewhile(lambda name: name not in {"", "-1"}, visible))
+        found: list[str] = []
+        for text in environment["CUDA_VISIBLE_DEVICES"].split(","):
+            name = text.strip()
+            # As for CUDA, an invalid name such as -1 ends the list.
+            if name in {"", "-1"}:
+                break
+            found.append(name)
+        return found
+
     # The folder also has files such as `nvidiactl`.
     names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
     numbers = [name for name in names if name.isdecimal()]

@@ -121,7 +121,7 @@ class Restarts:
 
     def judge(self, attempt: Attempt) -> tuple[ExitCode | None, str, str]:
         """Returns the exit code or `None` for a restart, the action, and the reason."""
-        cause, ending, words, absence = attempt
+        cause = attempt.cause
         restored = self._restored
         self._restored = ""
         # A wrong command line is also wrong in the next attempt.
@@ -129,36 +129,46 @@ class Restarts:
             return cause, "", ""
 
         self._attempts += 1
-        is_of_machines = bool(absence or ending.loss) or cause is ExitCode.PREEMPTED
+        was_lost = bool(attempt.absence or attempt.ending.loss)
+        is_of_machines = was_lost or cause is ExitCode.PREEMPTED
         if is_of_machines:
             self.count += 1
-            return None, "restart", absence or "a machine was taken away"
+            return None, "restart", attempt.absence or "a machine was taken away"
 
         self._failures += 1
+        self._note_failure(attempt, restored)
+        is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
+        is_repeated = self._alike >= MOST_ALIKE
+        # An attempt without the bad checkpoint may end differently.
+        is_hopeless = is_repeated and not is_bad
+        if is_hopeless or self._failures > self._most:
+            return ExitCode.TOO_MANY_RESTARTS, "", self._explain_end(attempt.words)
+
+        self.count += 1
+        why = ""
+        if is_bad:
+            self._has_skipped = True
+            self.skipped = restored
+            why = f"the first steps after `{restored}` failed twice: without it"
+        return None, f"restart {self._failures} of {self._most}", why
+
+    def _note_failure(self, attempt: Attempt, restored: str) -> None:
+        """Counts a failure, and a crash after the checkpoint that it restored."""
+        returncode = attempt.ending.returncode
         # A kill from outside need not come again, however often it came.
-        is_own = -ending.returncode not in _FROM_OUTSIDE
-        self._count_alike(ending.returncode, words, is_own=is_own)
+        is_own = -returncode not in _FROM_OUTSIDE
+        self._count_alike(returncode, attempt.words, is_own=is_own)
         is_after_restore = restored != "" and not self._is_evaluator
         if is_own and is_after_restore:
             self._crashes[restored] += 1
-        is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
-        is_repeated = self._alike >= MOST_ALIKE
-        is_hopeless = is_repeated and not is_bad
-        if self._failures <= self._most and not is_hopeless:
-            self.count += 1
-            why = ""
-            if is_bad:
-                self._has_skipped = True
-                self.skipped = restored
-                why = f"the first steps after `{restored}` failed twice: without it"
-            return None, f"restart {self._failures} of {self._most}", why
 
+    def _explain_end(self, words: str) -> str:
+        """Returns the reason why there is no further restart."""
         why = f"the last of {self._failures} failures"
-        if is_repeated:
+        if self._alike >= MOST_ALIKE:
             why = f"the same failure {self._alike} times"
         error = f": {words.rstrip('.')}" if words else ""
-        why = f"{why} without a newer checkpoint{error}"
-        return ExitCode.TOO_MANY_RESTARTS, "", why
+        return f"{why} without a newer checkpoint{error}"
 
     def _count_alike(self, returncode: int, words: str, *, is_own: bool) -> None:
         """Counts equal failures in a row; numbers in the error may differ."""

@@ -85,10 +85,7 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
     head = ["run", "began", "state", "step", "time", "goodput", "last values"]
     rows = [_as_row(run) for run in runs]
     # Each run has one line. The report and `--json` have the values that do not fit.
-    columns = zip(head[:-1], *rows, strict=True)
-    num_taken = sum(max(map(len, cells)) for cells in columns)
-    num_of_borders = 3 * len(head) + 1
-    room = max(_LINE - num_taken - num_of_borders, _FEWEST)
+    room = _find_room(head, rows)
     for row, run in zip(rows, runs, strict=True):
         # The best checkpoint comes first, and one value after it.
         fewest = 1 if run.best is None else 2
@@ -96,6 +93,14 @@ def prepare_runs(namespace: argparse.Namespace) -> Callable[[], ExitCode]:
         row.append(_shorten(values, fewest, room))
     table = make_table(head, rows, numbers=["step", "time", "goodput"])
     return lambda: print_out(table)
+
+
+def _find_room(head: list[str], rows: list[list[str]]) -> int:
+    """Returns the number of characters for the last column, which no row has yet."""
+    columns = zip(head[:-1], *rows, strict=True)
+    num_taken = sum(max(map(len, cells)) for cells in columns)
+    num_of_borders = 3 * len(head) + 1
+    return max(_LINE - num_taken - num_of_borders, _FEWEST)
 
 
 def _as_record(run: "RecordedRun") -> dict[str, Any]:
