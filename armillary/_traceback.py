@@ -99,11 +99,13 @@ def _leave(
     ):
         error.__traceback__ = None  # Python adds the caller's line later.
         return
+
     if isinstance(error, AttributeError):
         _note_name(error)
     if isinstance(error, TypeError):
         add_note(error, explain_called_array(error))
     add_note(error, explain_partial_array(error))
+
     # A generator may be closed while Python exits, when JAX is gone.
     config = getattr(sys.modules.get("jax"), "config", None)
     if config is None or config.values["jax_traceback_filtering"] != "off":
@@ -137,8 +139,9 @@ def _hide(error: BaseException) -> None:
     entries = list(_entries(error.__traceback__))
     notes = [note for note in getattr(error, "__notes__", ()) if note != _NOTE]
     # The note is added unless JAX has added its own, or Armillary raised the error.
+    has_own_frames = any(map(_is_own, entries))
     has_note = any(_SWITCH in note for note in notes)
-    if any(map(_is_own, entries)) and not (has_note or _is_raised(entries[-1])):
+    if has_own_frames and not has_note and not _is_raised(entries[-1]):
         notes.append(_NOTE)
     if notes != getattr(error, "__notes__", []):
         error.__notes__ = notes

@@ -74,18 +74,21 @@ def _explain_call(
         advice = _find_option(name, parameters)
         text = _explain_keyword(owner, name, kwargs[name], known, advice)
         # The unknown keyword may be one of the missing ones under another name.
-        others = [
-            f"`{argument}=...`" for argument in missing if f"`{argument}" not in text
-        ]
+        others: list[str] = []
+        for argument in missing:
+            if f"`{argument}" not in text:
+                others.append(f"`{argument}=...`")
         is_guess = "Did you mean" in text
         if others and not is_guess:
             text += f" It also needs {', '.join(others)}."
         return text
 
-    has_too_many = len(given) > len(in_order)
-    others = [p for p in only_named if p.name not in kwargs]
-    if has_too_many and others and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        first = min(others, key=lambda p: p.default is not p.empty).name
+    takes_any_number = inspect.Parameter.VAR_POSITIONAL in kinds
+    has_too_many = len(given) > len(in_order) and not takes_any_number
+    not_given = [p for p in only_named if p.name not in kwargs]
+    if has_too_many and not_given:
+        # Required ones come first.
+        first = min(not_given, key=lambda p: p.default is not p.empty).name
         counted = f"{len(in_order)} argument{'' if len(in_order) == 1 else 's'}"
         fix = _BY_NAME.get(owner) or f"Pass the others by name, as in `{first}=...`."
         return f"`{owner}` takes {counted} without a name, but got {len(given)}. {fix}"
@@ -95,9 +98,10 @@ def _explain_call(
     names = ", ".join(f"`{name}`" for name in missing)
     call = ", ".join(f"{name}=..." for name in required)
     callee = owner if given is args else _as_variable(owner)
-    verb = "is" if len(missing) == 1 else "are"
+    is_one = len(missing) == 1
+    verb = "is" if is_one else "are"
     answer = _MISSING.get(f"{owner}.{missing[0]}")
-    if answer is not None and len(missing) == 1:
+    if answer is not None and is_one:
         return f"`{owner}` needs {names}, which is missing. {answer}"
     return f"`{owner}` needs {names}, which {verb} missing. Write `{callee}({call})`."
 

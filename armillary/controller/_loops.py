@@ -131,6 +131,7 @@ class LoopRunner:
             if is_due and has_trained:
                 self.report()
                 self._saving.save_to_memory()
+
             num_steps = self.num_steps_at(step)
             if target != -1:
                 num_steps = min(num_steps, target - step)
@@ -144,11 +145,7 @@ class LoopRunner:
                 self._finish()
                 if epochs is not None:
                     return not stop.is_agreed() and self.begin_epoch(epochs)
-                ended = "the data ended, training ends here."
-                if target > reached:
-                    ended = _ENDED_EARLY.format(target)
-                text = ended if reached > start else _ENDED_BEFORE
-                log_line("train", reached, text)
+                _log_end_of_data(reached, target, has_trained=reached > start)
                 return False
             step = reached
         self._finish()
@@ -354,6 +351,16 @@ class LoopRunner:
     def _finish(self) -> None:
         self.report()
         self._log_last()
+
+
+def _log_end_of_data(step: int, target: int, *, has_trained: bool) -> None:
+    """Logs that the data has ended, before or after the first step of this call."""
+    text = "the data ended, training ends here."
+    if not has_trained:
+        text = _ENDED_BEFORE
+    elif target > step:
+        text = _ENDED_EARLY.format(target)
+    log_line("train", step, text)
 
 
 def _passes(interval: int | None, step: int, reached: int) -> bool:

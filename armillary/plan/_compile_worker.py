@@ -136,8 +136,11 @@ def arrange_stand_ins(
         inside = [size // part for size, part in zip(shape, across, strict=True)]
         # Each axis consists of its groups, and of the devices inside of each.
         num_axes = len(shape)
-        order = [each for axis in range(num_axes) for each in (axis, num_axes + axis)]
+        order: list[int] = []
+        for axis in range(num_axes):
+            order += [axis, num_axes + axis]
         numbers = numbers.reshape(*across, *inside).transpose(order)
+
     arranged = np.asarray(devices)[numbers].reshape(shape)
     islands = numbers.flatten() // (len(devices) // count)
     return arranged, islands.tolist() if count > 1 else []

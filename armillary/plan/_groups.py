@@ -31,11 +31,15 @@ def find_groups(attributes: str, num_devices: int) -> Sequence[Sequence[int]]:
     """Returns the groups of a collective; one of all devices if it names none."""
     counted = _COUNTED.search(attributes)
     if counted:
-        shape = int(counted[1]), int(counted[2])
-        return _count(counted[3]).reshape(shape).tolist()
+        num_groups, size, order = counted.groups()
+        shape = int(num_groups), int(size)
+        return _count(order).reshape(shape).tolist()
+
     of_mesh = _OF_MESH.search(attributes)
     if of_mesh:
-        return _find_in_mesh(*of_mesh.groups()).tolist()
+        mesh, device_ids, axes = of_mesh.groups()
+        return _find_in_mesh(mesh, device_ids, axes).tolist()
+
     listed = _LISTED.search(attributes)
     if listed:
         texts = re.findall(r"\{([\d,]*)\}", listed[1])
@@ -69,14 +73,18 @@ def _find_in_mesh(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     parts: dict[str, tuple[int, int]] = {}
     for name, before, size, _ in _AXIS.findall(axes):
         parts[name] = (int(before or 1), int(size or sizes[name]))
+
     shape: list[int] = []
     of_group: list[int] = []
     for name, whole in sizes.items():
         before, size = parts.get(name, (whole, 1))
         if name in parts:
             of_group.append(len(shape) + 1)
-        shape += [before, size, whole // (before * size)]
+        after = whole // (before * size)
+        shape += [before, size, after]
 
+    # The axes of a group come last, so that a row has the devices of one group.
     others = [axis for axis in range(len(shape)) if axis not in of_group]
-    count = math.prod(shape[axis] for axis in of_group)
-    return devices.reshape(shape).transpose([*others, *of_group]).reshape(-1, count)
+    by_group = devices.reshape(shape).transpose([*others, *of_group])
+    num_in_group = math.prod(shape[axis] for axis in of_group)
+    return by_group.reshape(-1, num_in_group)

@@ -119,17 +119,18 @@ def plan(
                 _check_groups(loop, devices)
                 return _make(loop, devices, abstract=abstract)
 
+        def make_variant(options: Mapping[str, Any]) -> Plan:
+            return make(per_replica_batch, options)
+
+        def fits(batch: int) -> bool:
+            return bool(make(batch, {}).fits)
+
         found = make(per_replica_batch, {})
-        found.variants = tuple(
-            _compare(options, lambda options: make(per_replica_batch, options))
-            for options in variants
-        )
+        compared = [_compare(options, make_variant) for options in variants]
+        found.variants = tuple(compared)
         if find_batch:
-            found.largest_batch = find_largest(
-                found.per_replica_batch,
-                bool(found.fits),
-                lambda batch: bool(make(batch, {}).fits),
-            )
+            fits_now = bool(found.fits)
+            found.largest_batch = find_largest(found.per_replica_batch, fits_now, fits)
     return found
 
 

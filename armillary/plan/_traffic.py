@@ -234,7 +234,8 @@ class _ModuleWalk:
         shapes = {each.name: each.shape for each in instructions}
         rounds: dict[str, _Rounds] = {}
         for index, each in enumerate(instructions):
-            before = _union([base, *(rounds[o] for o in each.operands)])
+            of_operands = [rounds[operand] for operand in each.operands]
+            before = _union([base, *of_operands])
             is_end = each.opcode.endswith("-done")
             if each.kind is not None and not is_end:
                 later = instructions[index + 1 :]
@@ -243,6 +244,7 @@ class _ModuleWalk:
                     before = before | Counter({each.kind: number})
             elif each.reaches_host and nesting.depth:
                 self.host.append(each.label)
+
             trips = self._count_trips(each, instructions) if each.called else 1
             rounds[each.name] = self._enter_called(each, nesting, before, trips)
         return _union([base, *rounds.values()])

@@ -121,6 +121,7 @@ class MemoryTier:
         snapshot = self._agree_on_facts(step, saved_step)
         if snapshot is None:
             return
+
         with self._peers.announcing_errors():
             parts = find_own_parts(content, self._peers)
         if not self._has_room:
@@ -136,6 +137,7 @@ class MemoryTier:
         place = Place(index, snapshot.number, index)
         manifest = "" if index else content.as_manifest()
         self._taken = snapshot
+
         # The program may catch an error of the copy, or Ctrl-C, and continue.
         self._failure = "the values were not copied to the end"
         try:
@@ -144,6 +146,7 @@ class MemoryTier:
             self._failure = explain(error)
             return
         self._failure = ""
+
         share = Share(snapshot, index, placed, manifest)
         self._cost = self._describe_cost(share, monotonic() - start)
         self._thread = threading.Thread(
