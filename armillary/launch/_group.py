@@ -338,13 +338,14 @@ class Group:
     async def _limit_others(self, index: int, num_running: int) -> None:
         """Gives the others a limited time to end, after the first failure."""
         child = self.children[index]
+        # The last output of the worker comes first. Meanwhile, messages arrive that
+        # others sent before it ended, such as that they wait to join it.
+        await self._output.drain([child.label], _LAST_WORDS_SECONDS)
         how = "wait in vain to join it"
         if not self._is_in_vain:
             grace_seconds = self._job.grace_seconds
             how = f"have {grace_seconds:g} s to end by themselves"
             self.end_after(grace_seconds, TERMINATE_SECONDS)
-        # The last output of the worker comes first.
-        await self._output.drain([child.label], _LAST_WORDS_SECONDS)
         self._write(
             f"{child.label}: {child.ended.result()}. "
             f"{num_running} of {len(self.children)} still run, and {how}."
