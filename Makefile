@@ -1,4 +1,4 @@
-# Needs python3 (3.11 or newer) with venv, and make. Everything else goes into .venv.
+# Needs Linux, make, and python3 (3.11 or newer) with venv. Everything else goes into .venv.
 
 PYTHON ?= python3
 # One more than cores: some tests wait for processes that they have started.
@@ -38,9 +38,9 @@ help:
 	@echo "make test         install, and test every promise once; 5 minutes on 2 cores"
 	@echo "make test-all     run every test; about 60 minutes on 2 cores"
 	@echo "make test-slow    run the tests that make test leaves out"
-	@echo "make check        lint, types, layers and spelling; a minute or two"
+	@echo "make check        lint, types, layers, spelling, and a count of phrases; a minute or two"
 	@echo "make lint         one part of make check; also types, layers, spelling"
-	@echo "make format       rewrite the code in the house style"
+	@echo "make format       format the code, and fix what ruff can"
 	@echo "make docs         build the documentation site in docs/_build; about a minute"
 	@echo "make setup        install everything for development"
 	@echo "make clean        remove the environment, caches and runs"

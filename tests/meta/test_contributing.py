@@ -49,6 +49,25 @@ def test_the_search_for_a_message_finds_code_and_test():
         assert any(words in path.read_text() for path in files), folder
 
 
+def test_the_example_of_a_change_finds_code_test_and_page():
+    [search] = re.findall(r'^grep -rn "(.+)" ([\w/ ]+?)  #', TEXT, re.M)
+    words, folders = search
+    found = {
+        path.name
+        for folder in folders.split()
+        for path in (REPOSITORY / folder).rglob("*.*")
+        if path.suffix in {".py", ".md"} and words in path.read_text()
+    }
+    named = set(re.findall(r"\bIn (\w+\.py)", TEXT))
+    named |= set(re.findall(r"change (\w+\.md) and", TEXT))
+    assert len(named) == 3
+    assert named <= found
+    [(path, words)] = re.findall(
+        r"/pytest (tests/checkpoint/\S+) -k (\w+)$", TEXT, re.M
+    )
+    assert re.search(rf"^def test_\w*{words}", find_path(path).read_text(), re.M)
+
+
 @pytest.mark.parametrize("command", ["setup", "test", "check"])
 def test_the_script_of_ci_runs_the_commands_of_the_page(command):
     assert f"make {command} " in TEXT
