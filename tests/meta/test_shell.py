@@ -67,7 +67,10 @@ def test_a_change_gets_a_quick_answer_first():
     jobs = read(GITHUB / "workflows" / "ci.yml")["jobs"]
     quick = [step.get("run") for step in jobs["quick"]["steps"]]
     assert quick[-2:] == ["make check", "make test"]
+    ends = [PYTHONS[0], PYTHONS[-1]]
+    assert jobs["quick"]["strategy"]["matrix"]["python"] == ends
     assert jobs["check"]["needs"] == "quick"
+    assert jobs["check"]["if"] == "github.event_name != 'pull_request'"
 
 
 def test_each_command_of_a_workflow_exists():

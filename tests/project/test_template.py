@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_the_name_takes_the_place_of_the_template_s(project):
     texts = [path.read_text() for path in project.rglob("*.*") if path.is_file()]
     assert not any("my_project" in text or ".tmpl" in text for text in texts)
     assert sum(NAME in text for text in texts) > 5
+
+
+def test_it_asks_for_the_same_python_as_the_library(project):
+    settings = [
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for folder in (project, REPOSITORY)
+    ]
+    assert settings[0]["requires-python"] == settings[1]["requires-python"]
 
 
 def test_every_part_names_the_lines_to_adapt(project):
