@@ -197,6 +197,28 @@ def test_the_page_of_examples_has_each_program():
     assert programs == read_examples().keys()
 
 
+def test_the_page_of_examples_has_each_module_that_programs_import():
+    modules = {
+        path.name
+        for path in EXAMPLES.glob("*.py")
+        if '__name__ == "__main__"' not in path.read_text()
+    }
+    page = (EXAMPLES / "README.md").read_text()
+    section = page.partition("\n## Modules that programs import\n")[2]
+    rows = re.findall(
+        r"^\| \[(\w+\.py)\]\(\w+\.py\) \|.* \| (.*) \|$",
+        section.partition("\n## ")[0],
+        re.M,
+    )
+    assert {name for name, _ in rows} == modules
+    for name, users in rows:
+        line = re.compile(rf"^from {name.removesuffix('.py')} import", re.M)
+        expected = {
+            path.name for path in EXAMPLES.glob("*.py") if line.search(path.read_text())
+        }
+        assert set(re.findall(r"\[(\w+\.py)\]", users)) == expected, name
+
+
 def test_each_program_has_a_time_and_a_result():
     rows = re.findall(
         r"^\| \[[^\]]+\]\([\w/]+\.py\) \|.*\| `[^`]+` \| (.*) \| (.*) \|$",
