@@ -7,9 +7,15 @@
 import re
 from pathlib import Path
 
-from contents import LISTS, REPOSITORY, list_below, list_pages, read_contents
+from contents import (
+    LISTS,
+    REPOSITORY,
+    list_below,
+    list_pages,
+    read_contents,
+    read_entry,
+)
 
-_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \| (.+) \|$", re.MULTILINE)
 _CONTENT = "llms.txt"
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _PAGES = "llms-full.txt"
@@ -51,13 +57,14 @@ def make_pages() -> str:
 
 
 def _read_descriptions(page: str) -> dict[str, tuple[str, str]]:
-    """Returns title and description of each page in the tables of `page`."""
+    """Returns title and description of each page that `page` lists."""
     folder = (REPOSITORY / page).parent
+    entries = map(read_entry, (REPOSITORY / page).read_text().splitlines())
     return {
         (folder / target).resolve().relative_to(REPOSITORY).as_posix(): (
             title,
             # Links in a description are relative to its page, and not to the site.
             _LINK.sub(r"\1", text),
         )
-        for title, target, text in _ROW.findall((REPOSITORY / page).read_text())
+        for title, target, text in filter(None, entries)
     }

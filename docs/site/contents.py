@@ -2,7 +2,8 @@
 
 These pages are read on GitHub too, so their tables are the contents. Each heading over
 a table of `docs/index.md` is a part of the sidebar, and each row whose first cell is a
-link is a page. The pages that another page lists are below it in the sidebar.
+link is a page. The pages that another page lists are below it in the sidebar. A list of
+one page is a sentence instead of a table: "[Title](page.md) explains ...".
 """
 
 import re
@@ -20,6 +21,8 @@ LISTS = (
     "docs/devices/strategies.md",
     "docs/internals/index.md",
     "docs/keras/index.md",
+    "docs/logs/summaries.md",
+    "docs/long_runs/performance.md",
     "docs/long_runs/watching.md",
     "docs/machines/cluster.md",
     "docs/machines/launch.md",
@@ -35,7 +38,14 @@ LISTS = (
 
 _HEADING = re.compile(r"^## (.+)$")
 _FILE = re.compile(r"\]\(([^)#\s:]+\.(?!md\b)\w+)\)")
-_ROW = re.compile(r"^\| \[[^\]]+\]\(([^)#]+\.md)\) \|")
+_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+\.md)\) \| (.+) \|$")
+_SENTENCE = re.compile(r"^\[([^\]]+)\]\(([^)#/]+\.md)\) (?:explains|shows) (.+)\.$")
+
+
+def read_entry(line: str) -> tuple[str, str, str] | None:
+    """Returns the title, the link and the description of the page that `line` lists."""
+    entry = _ROW.match(line) or _SENTENCE.match(line)
+    return (entry[1], entry[2], entry[3]) if entry else None
 
 
 def read_contents(page: str) -> dict[str, list[str]]:
@@ -49,8 +59,8 @@ def read_contents(page: str) -> dict[str, list[str]]:
     for line in (REPOSITORY / page).read_text().splitlines():
         if heading := _HEADING.match(line):
             caption = heading[1]
-        elif row := _ROW.match(line):
-            target = (REPOSITORY / page).parent / row[1]
+        elif entry := read_entry(line):
+            target = (REPOSITORY / page).parent / entry[1]
             name = target.resolve().relative_to(REPOSITORY).as_posix()
             parts.setdefault(caption, []).append(name)
     return parts
