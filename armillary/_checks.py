@@ -117,10 +117,14 @@ def check_instance(
     """Raises if `value` is not an instance of `kind`; `fix` is the advice."""
     if not isinstance(value, kind):
         every: tuple[Any, ...] = get_args(kind) or (kind,)
-        kinds = [each.__name__ for each in every]
-        names = [_NAMES.get(kind, kind.removesuffix("Type")) for kind in kinds]
-        shown = " or ".join(f"`{name}`" for name in names)
+        shown = " or ".join(f"`{_name_of(each)}`" for each in every)
         _refuse_kind(name, value, f"a {shown}. {fix}")
+
+
+def _name_of(kind: Any) -> str:
+    """Returns the name that programs write for a class."""
+    own: str = kind.__name__
+    return _NAMES.get(own, own.removesuffix("Type"))
 
 
 def check_path(name: str, value: Any, *, only_python_opens: bool = False) -> str:

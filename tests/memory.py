@@ -6,6 +6,7 @@ JAX keeps every program that it has compiled. After some thousand tests a proces
 
 import ctypes
 import gc
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 MOST_BYTES = 10**9
 MEMORY = Path("/proc/self/statm")
-PAGE_BYTES = 4096
+PAGE_BYTES = resource.getpagesize()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -64,9 +64,8 @@ def put_arrays(checkpoint: "Checkpoint", arrays: Mapping[str, Any]) -> None:
         if arrays.keys().isdisjoint(slot.paths):
             continue
         before = dict(zip(slot.paths, slot.read(), strict=True))
-        _write(
-            slot, [arrays.get(path, old) for path, old in before.items()], containers
-        )
+        after = [arrays.get(path, old) for path, old in before.items()]
+        _write(slot, after, containers)
         replaced += [old for path, old in before.items() if path in arrays]
     forget_everywhere(replaced)
 
