@@ -8,6 +8,7 @@ python -m benchmarks.page bench.json peers.md
 import argparse
 import json
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,20 @@ from benchmarks.contestants import CONTESTANTS, REFERENCES
 from benchmarks.lifecycle import LOSS_TOLERANCE, list_problems, make_rows
 from benchmarks.report import list_reasons
 
+_LINE = 100
 _HEAD = """\
-# Other training libraries
+# Measured next to other libraries
 
-This page is generated from one run of the benchmarks. It compares Armillary with other
-libraries on the same tasks. [Performance measurements](performance.md) describes the
-tasks and the method.
+The benchmarks have written this page. It compares Armillary with other libraries on the
+same tasks. [Performance measurements](performance.md#kauldron-and-tunix) has the
+commands, and describes the tasks and the method.
 """
 _SPEED = """\
 ## Steps per second
 
 Each figure is relative to the faster of two loops that are written by hand: the median
-of {rounds} rounds, with the lowest and the highest in brackets.
+of {rounds} rounds, with the lowest and the highest in brackets. "Loop 10" has 10 steps
+per loop. A figure above 1 means more steps per second than by hand.
 """
 _LIFE = """\
 ## From the start of a process to a restore
@@ -79,11 +82,12 @@ def _describe(document: dict[str, Any]) -> str:
         for record in case["contestants"].values():
             versions |= record["versions"]
     listed = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
-    return (
+    text = (
         f"Measured on {document['started'][:10]}, on {machine['cpu']} with "
         f"{machine['cores']} cores, under a load of {machine['load_at_start']:.1f} at "
-        f"the start. Versions: {listed}.\n"
+        f"the start. Versions: {listed}."
     )
+    return textwrap.fill(text, _LINE) + "\n"
 
 
 def _make_speeds(cases: Sequence[dict[str, Any]]) -> str:
