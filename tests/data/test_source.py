@@ -204,10 +204,10 @@ def test_examples_by_number_point_to_from_random_access():
     rows = [np.arange(size) for size in (2, 3)]
     packed = armillary.data.pack(rows, row_length=4)
     for examples in (Numbered(), packed):
-        match = r"one example for each number.*from_random_access\(dataset"
+        match = r"single examples by index.*from_random_access\(dataset"
         with pytest.raises(TypeError, match=match):
             as_source(examples)
-        with pytest.raises(TypeError, match=r"each number.*from_random_access"):
+        with pytest.raises(TypeError, match=r"by index.*from_random_access"):
             armillary.data.from_arrays(examples, batch_size=2)
     # A string has numbers, too, but no examples.
     with pytest.raises(TypeError, match="of type str, but it must give batches"):

@@ -49,6 +49,11 @@ with its share of the batch, and with its own random key.
 """
 
 
+EQUALS = """\
+## Equal to one device
+
+These constructs give the numbers of one device, up to rounding.
+"""
 STAMP = re.compile(
     r"^Measured in \w+ \d{4}, with JAX \S+, Flax \S+ and Optax \S+\.$", re.MULTILINE
 )
@@ -81,21 +86,26 @@ def render(stamp: str) -> str:
         noted=sum(bool(case.note) for case in CASES if not case.refusal),
         refused=len(refused),
     )
-    return "\n".join([head, *map(_section, SECTIONS, SECTIONS.values())])
+    exceptions = [_exceptions_of(*section) for section in SECTIONS.items()]
+    equals = [_equals_of(*section) for section in SECTIONS.items()]
+    return "\n".join(
+        [head, "## Exceptions\n", *filter(None, exceptions), EQUALS, *equals]
+    )
 
 
-def _section(title: str, cases: list[Case]) -> str:
-    plain = [case for case in cases if not (case.note or case.refusal)]
+def _exceptions_of(title: str, cases: list[Case]) -> str:
+    """Returns the table of the cases with a note or a refusal, which may be none."""
     rows = [_row(case) for case in cases if case.note or case.refusal]
-    parts = [f"## {title}\n"]
-    if plain:
-        names = ", ".join(f"`{case.name}`" for case in plain)
-        parts.append(f"Equal, without a note ({len(plain)}): {names}.\n")
-    if rows:
-        parts.append(
-            "\n".join(["| construct | result |", "| --- | --- |", *rows]) + "\n"
-        )
-    return "\n".join(parts)
+    if not rows:
+        return ""
+    lines = [f"### {title}", "", "| construct | result |", "| --- | --- |", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _equals_of(title: str, cases: list[Case]) -> str:
+    plain = [case for case in cases if not (case.note or case.refusal)]
+    names = ", ".join(f"`{case.name}`" for case in plain)
+    return f"**{title}** ({len(plain)}): {names or 'none'}.\n"
 
 
 def _row(case: Case) -> str:

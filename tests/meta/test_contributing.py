@@ -50,7 +50,7 @@ def test_the_search_for_a_message_finds_code_and_test():
 
 
 def test_the_example_of_a_change_finds_code_test_and_page():
-    [search] = re.findall(r'^grep -rn "(.+)" ([\w/ ]+?)  #', TEXT, re.M)
+    [search] = re.findall(r'^ +grep -rn "(.+)" ([\w/ ]+)$', TEXT, re.M)
     words, folders = search
     found = {
         path.name
@@ -58,8 +58,8 @@ def test_the_example_of_a_change_finds_code_test_and_page():
         for path in (REPOSITORY / folder).rglob("*.*")
         if path.suffix in {".py", ".md"} and words in path.read_text()
     }
-    named = set(re.findall(r"\bIn (\w+\.py)", TEXT))
-    named |= set(re.findall(r"change (\w+\.md) and", TEXT))
+    named = set(re.findall(r"\bIn `[\w/]*?(\w+\.py)`", TEXT))
+    named |= set(re.findall(r"Change `[\w/]*?(\w+\.md)` and", TEXT))
     assert len(named) == 3
     assert named <= found
     [(path, words)] = re.findall(

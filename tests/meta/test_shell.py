@@ -69,6 +69,8 @@ def test_a_change_gets_a_quick_answer_first():
     assert quick[-2:] == ["make check", "make test"]
     ends = [PYTHONS[0], PYTHONS[-1]]
     assert jobs["quick"]["strategy"]["matrix"]["python"] == ends
+    pages = [step.get("run") for step in jobs["pages"]["steps"]]
+    assert pages[-2:] == ["make docs", PROGRAMS_OF_PAGES]
     assert jobs["check"]["needs"] == "quick"
     assert jobs["check"]["if"] == "github.event_name != 'pull_request'"
 
@@ -85,6 +87,9 @@ def test_each_command_of_a_workflow_exists():
     assert (REPOSITORY / ".ci" / "run").is_file()
 
 
+PROGRAMS_OF_PAGES = (
+    '.venv/bin/pytest -m "" tests/meta/test_docs.py tests/meta/test_readme.py'
+)
 NO_PACKAGES = "ERROR: No matching distribution found for jax==0.8.2"
 
 

@@ -311,7 +311,7 @@ def train(params, key, x, y):
             r"`train_dataset` has '1.5'.*A list of rows becomes an array for each": (
                 lambda: armillary.StepTrainer(step, make_state(), [{"x": "1.5"}])
             ),
-            r"`train_dataset` has .* one example for each.*from_random_access\(": (
+            r"`train_dataset` has .* single examples by index.*from_random_access\(": (
                 lambda: armillary.StepTrainer(step, make_state(), Numbered())
             ),
             r"`train_dataset` is None, so `train_step` has no batch": (

@@ -336,8 +336,8 @@ def from_arrays(
     is_leaf = jax.tree_util.all_leaves([arrays])
     if is_leaf and not hasattr(arrays, "__array__") and gives_single_examples(arrays):
         raise TypeError(
-            f"`arrays` is of type {type(arrays).__name__}, which has one example for "
-            "each number, but it must be a pytree of arrays. Use "
+            f"`arrays` is of type {type(arrays).__name__}, which gives single "
+            "examples by index, but it must be a pytree of arrays. Use "
             "`armillary.data.from_random_access(arrays, batch_size=...)`."
         )
     return ArrayDataset(arrays, batch_size, shuffle_seed, repeat, drop_remainder)

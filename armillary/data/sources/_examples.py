@@ -50,7 +50,7 @@ class Examples(abc.ABC):
 def _has_rows(source: Any) -> bool:
     """Returns whether a source of other arguments is read by number here.
 
-    An array is one example for each number. The examples of a `datasets.Dataset` may
+    The items of an array are its examples. The examples of a `datasets.Dataset` may
     hold text, because they are chosen or packed before a batch is made.
     """
     is_array = isinstance(source, np.ndarray) and source.ndim > 0

@@ -1,4 +1,4 @@
-"""Data of the user that gives one example for each number, such as files of images."""
+"""Random-access (map-style) data of the user, such as files of images."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -187,7 +187,7 @@ def has_methods(value: Any, *names: str) -> bool:
 
 
 def gives_single_examples(value: Any) -> bool:
-    """Returns whether a value has one example for each number, and no batches."""
+    """Returns whether a value gives single examples by index, and no batches."""
     has_numbers = has_methods(value, "__len__", "__getitem__")
     is_text = isinstance(value, str | bytes | bytearray)
     return has_numbers and not is_text and not isinstance(value, Iterable | type)
