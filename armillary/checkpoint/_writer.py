@@ -11,6 +11,7 @@ continue.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -92,6 +93,8 @@ class Writer:
         self._peers = get_peers()
         self._clock = RisingClock()
         self._preserved_at = self._clock.now()
+        # In process 0, the checkpoints to remove when the one being saved is complete.
+        self._expired: list[Saved] = []
         self._has_cleaned = False
         self._is_saving = False
         # In process 0, the time of the last save in its header.
@@ -170,6 +173,9 @@ class Writer:
         saved, _ = _folder.list_directory(self._directory)
         path = _folder.choose_path(self._directory, number, saved)
         new = self._make_header(path, number, saved, has_arrays)
+        self._expired, preserved_at = self._find_expired([*saved, new])
+        # Its own header says so, because later runs may have other options.
+        new = dataclasses.replace(new, preserved_at=preserved_at)
         self.last_saved_at = new.saved_at
         if mark is not None:
             write_best(self._directory, new, mark)
@@ -235,7 +241,7 @@ class Writer:
         except Exception as error:
             self._failure = self._fail(path, error)
         else:
-            self._remove_expired(saved)
+            self._remove(self._expired, saved)
 
     def mark(self, path: str, mark: Mark, *, removes: bool) -> None:
         """Marks a complete checkpoint as the best one, in the first process."""
@@ -249,32 +255,35 @@ class Writer:
             )
         if removes:
             complete, _ = _folder.list_directory(self._directory)
-            self._remove_expired(complete)
+            expired, _ = self._find_expired(complete)
+            self._remove(expired, complete)
 
-    def _find_expired(self, saved: list[Saved]) -> list[Saved]:
-        """Returns the checkpoints to remove, and notes the last one that is kept."""
+    def _find_expired(self, saved: list[Saved]) -> tuple[list[Saved], float]:
+        """Returns the checkpoints to remove, and `saved_at` of the last one to keep."""
+        preserved_at = self._preserved_at
         newest = {entry.number: entry for entry in saved}
         # Checkpoints whose number was saved again.
         expired = [entry for entry in saved if newest[entry.number] is not entry]
         active = [entry for entry in saved if entry not in expired]
         # Older checkpoints are kept for good.
-        active = [entry for entry in active if entry.saved_at > self._preserved_at]
+        active = [entry for entry in active if entry.saved_at > preserved_at]
         most = len(active) if self._max_to_keep is None else self._max_to_keep
         num_surplus = max(0, len(active) - most)
 
         hours = self._keep_every_hours
         for entry in active[:num_surplus]:
-            age = entry.saved_at - self._preserved_at
+            age = entry.saved_at - preserved_at
             if hours is not None and age >= 3600 * hours:
-                self._preserved_at = entry.saved_at
+                preserved_at = entry.saved_at
             else:
                 expired.append(entry)
-        return expired
+        return expired, preserved_at
 
-    def _remove_expired(self, saved: list[Saved]) -> None:
+    def _remove(self, expired: list[Saved], complete: list[Saved]) -> None:
+        """Removes some of the `complete` checkpoints, in the first process."""
         if not is_first():
             return
-        for entry in self._find_expired(saved):
+        for entry in expired:
             try:
                 # Read each time, because another job may evaluate.
                 best = read_best(self._directory)
@@ -282,7 +291,7 @@ class Writer:
                     _folder.remove(entry.path)
             except Exception as error:
                 logger.warning(
-                    f"`{saved[-1].path}` is complete, but `{entry.path}` cannot be "
+                    f"`{complete[-1].path}` is complete, but `{entry.path}` cannot be "
                     f"removed: {error}. Check its permissions, or keep all checkpoints "
                     "(`max_to_keep=None`)."
                 )

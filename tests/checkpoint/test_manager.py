@@ -77,6 +77,29 @@ def test_a_new_manager_continues_with_the_same_retention(make_manager, monkeypat
     assert names(managers[-1])[-2:] == ["checkpoint_10", "checkpoint_11"]
 
 
+@pytest.mark.parametrize("later", [None, 1000])
+def test_a_later_run_with_other_hours_keeps_what_was_kept_for_good(
+    make_manager, monkeypatch, later
+):
+    hours = iter(range(1000))
+    set_clock(monkeypatch, lambda: 3600.0 * next(hours), time.monotonic)
+    counter = Counter()
+    first = make_manager(
+        Checkpoint(counter=counter), max_to_keep=2, keep_checkpoint_every_n_hours=4
+    )
+    # It is decided with the last save that checkpoint 7 is kept for good.
+    save_steps(first, counter, *range(10))
+    kept = names(first)[:-2]
+    assert kept == ["checkpoint_3", "checkpoint_7"]
+
+    second = make_manager(
+        Checkpoint(counter=counter), max_to_keep=2, keep_checkpoint_every_n_hours=later
+    )
+    save_steps(second, counter, *range(10, 14))
+
+    assert names(second) == [*kept, "checkpoint_12", "checkpoint_13"]
+
+
 def test_hours_count_where_the_clock_is_set_back(make_manager, monkeypatch):
     """As on a machine that starts with a wrong time, and corrects it after a save."""
     counter = Counter()
