@@ -37,24 +37,32 @@ def training_in(directory: str | None) -> Iterator[None]:
     if directory is None or not get_process().is_chief:
         yield
         return
-    with _held_by_thread(directory), _locked(directory):
-        _ends.pop(directory, None)
-        (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
-        yield
+    with _held_by_thread(directory) as is_outermost:
+        if not is_outermost:
+            # A second file would free the lock of the first when it is closed.
+            yield
+            return
+        with _locked(directory):
+            _ends.pop(directory, None)
+            (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
+            yield
 
 
 @contextlib.contextmanager
-def _held_by_thread(directory: str) -> Iterator[None]:
-    """Refuses a second thread, because a process holds the file lock, not a thread."""
+def _held_by_thread(directory: str) -> Iterator[bool]:
+    """Refuses a second thread, because a process holds the file lock, not a thread.
+
+    It yields whether this is no call within a call.
+    """
     own = [threading.current_thread()]
     found = _threads.setdefault(directory, own)
     if found is own:
         try:
-            yield
+            yield True
         finally:
             del _threads[directory]
-    elif found == own:  # A call within a call.
-        yield
+    elif found == own:
+        yield False
     else:
         raise CheckpointError(
             f"The thread {found[0].name!r} of this process trains in `{directory}`, "

@@ -159,6 +159,23 @@ def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     assert read_end(str(tmp_path)) == record
 
 
+def test_a_training_within_a_training_leaves_the_lock(tmp_path):
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a+'); "
+        "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    folder = str(tmp_path)
+    with training_in(folder):
+        with training_in(folder):
+            pass
+        second = subprocess.run(command, check=False, timeout=patience(120))
+    third = subprocess.run(command, check=False, timeout=patience(120))
+
+    assert second.returncode == 1
+    assert third.returncode == 0
+
+
 def test_each_end_of_a_training_is_another_one(tmp_path):
     folder = str(tmp_path)
     ends = []
