@@ -30,6 +30,7 @@ class Run:
         self.log_interval: int | None = controller.log_interval
         self.summary_interval: int | None = controller.summary_interval
         self.train_actions: tuple[Action, ...] = controller.train_actions
+        self.eval_actions: tuple[Action, ...] = controller.eval_actions
         directory = getattr(controller.checkpoint_manager, "directory", None)
         self.directory: str | None = directory
         self.read_step = as_step_counter(controller.global_step)

@@ -171,6 +171,19 @@ def test_a_run_that_goes_back_runs_its_periodic_actions_again(tmp_path):
     assert steps == [4, 8, 4, 8]
 
 
+def test_a_run_that_goes_back_runs_its_actions_after_evaluations_again(tmp_path):
+    steps, run = [], Run()
+    note = armillary.actions.PeriodicAction(
+        lambda _: steps.append(int(run.step.get_value())), 4
+    )
+    options = {"checkpoint_interval": 2}
+    controller = make_controller(run, tmp_path, options, eval_actions=[note])
+    controller.train_and_evaluate(train_steps=8, eval_interval=4)
+    controller.restore_checkpoint(tmp_path / "checkpoint_2")
+    controller.train_and_evaluate(train_steps=8, eval_interval=4)
+    assert steps == [4, 8, 4, 8]
+
+
 def test_a_run_of_whole_epochs_saves_and_resumes_where_they_end(tmp_path):
     class Epochs(Run):
         def train(self, num_steps):
