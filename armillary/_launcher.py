@@ -10,7 +10,6 @@ A message is a word with its values:
 """
 
 import contextlib
-import functools
 import json
 import os
 
@@ -20,9 +19,21 @@ SKIPPED = "ARMILLARY_SKIPPED_CHECKPOINT"
 """Holds the path of a checkpoint to skip."""
 
 
-@functools.cache
+_sent: set[tuple[str | int, ...]] = set()
+
+
 def notify_launcher(word: str, *values: str | int) -> None:
-    """Sends a message to the launcher, once, if there is a launcher."""
+    """Sends a message to the launcher, if there is a launcher.
+
+    Equal messages are sent once, because a process says `trained` after every loop. A
+    restore is sent each time, and `trained` again after it.
+    """
+    if word == "restored":
+        _sent.discard(("trained",))
+    elif (word, *values) in _sent:
+        return
+    _sent.add((word, *values))
+
     pid, *numbers = os.environ.get(VARIABLE, "").split() or [""]
     # A child process of a worker has the same variables, but different files.
     if pid != str(os.getpid()):
