@@ -12,8 +12,9 @@ time. `--mesh fsdp=4,tensor=2` also divides each block (tensor parallelism), by 
 names that the model gives its axes. `--remat` and `--parts` need less memory.
 
 It prints the loss and the perplexity of each 100 steps, then both on paragraphs that
-were held out, and a paragraph that the model has written. Run the same command again,
-and training continues from the last checkpoint, also with another strategy.
+were held out (a perplexity of about 6), and a paragraph that the model has written. Run
+the same command again, and training continues from the last checkpoint, also with
+another strategy.
 """
 
 import argparse

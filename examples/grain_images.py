@@ -1,18 +1,22 @@
-"""Trains on augmented images that Grain reads, and continues at the same image.
+"""Trains on files of images that Grain reads and augments, and continues exactly.
 
-The Grain pipeline reads single images from a source with random access, shuffles them,
-crops each image and erases a part of it at random, and makes batches. Each image has
-its own random numbers, so they do not depend on the threads. The position in the data
-is part of the checkpoint, so a resumed run sees the same crops as a run that was not
-stopped. The data are the 1,797 images of digits that come with scikit-learn.
+The Grain pipeline opens single files in a random order, crops each image, erases a part
+of it at random, and makes batches. Each image has its own random numbers, so they do
+not depend on the threads. The position in the data is part of the checkpoint, so a
+resumed run sees the same crops as a run that was not stopped.
 
     python examples/grain_images.py --devices 2 --run-dir runs/grain
 
+Without `--data-dir`, it writes the 1,797 images of digits that come with scikit-learn
+as files, and reads these. With `--data-dir`, it reads your files, in one folder for
+each class, such as `photos/cat/1.jpg` and `photos/dog/1.jpg`.
+
 It needs the extra `grain`. It prints the loss of each 100 steps, and at the end the
-accuracy on the test images.
+accuracy on the test images, about 96% for the digits.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grain
@@ -21,33 +25,38 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import armillary
 
 BATCH_SIZE = 64
+SIZE = 8
+"""Height and width to which each image is scaled. Photographs need more."""
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
-class Digits:
-    """A source with random access: Grain asks for one example by its number.
+class ImageFiles:
+    """A source with random access: Grain asks for one example by its number."""
 
-    A source of your own opens a file here, for example a JPEG.
-    """
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        self.images = images
-        self.labels = labels
+    def __init__(self, files: Sequence[Path], classes: Sequence[str]) -> None:
+        self.files = files
+        self.classes = classes
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> dict:
-        return {"image": self.images[index], "label": self.labels[index]}
+        """Returns gray pixels of shape `(SIZE, SIZE)`, and the number of the class."""
+        file = self.files[index]
+        with Image.open(file) as image:
+            pixels = np.asarray(image.convert("L").resize((SIZE, SIZE)))
+        label = np.int32(self.classes.index(file.parent.name))
+        return {"image": pixels, "label": label}
 
     def __repr__(self) -> str:
-        return f"Digits({len(self)})"
+        return f"ImageFiles({len(self)})"
 
 
 class Crop(grain.transforms.RandomMap):
@@ -74,11 +83,11 @@ class Erase(grain.transforms.RandomMap):
 
 def as_input(element: dict) -> dict:
     """Returns the image with a channel, in 0 to 1, as the model takes it."""
-    image = element["image"].astype(np.float32)[..., None] / 16.0
+    image = element["image"].astype(np.float32)[..., None] / 255.0
     return {"image": image, "label": element["label"]}
 
 
-def make_train_data(source: Digits, *, seed: int = 0) -> grain.IterDataset:
+def make_train_data(source: ImageFiles, *, seed: int = 0) -> grain.IterDataset:
     """Returns shuffled and augmented batches without end."""
     return (
         grain.MapDataset.source(source)
@@ -93,26 +102,38 @@ def make_train_data(source: Digits, *, seed: int = 0) -> grain.IterDataset:
     )
 
 
-def make_test_data(source: Digits) -> grain.MapDataset:
+def make_test_data(source: ImageFiles) -> grain.MapDataset:
     """Returns all images once, in order."""
     return grain.MapDataset.source(source).map(as_input).batch(BATCH_SIZE)
 
 
-def load_data() -> tuple[Digits, Digits]:
-    """Returns the training and the test images, with every digit in both."""
+def write_digits(folder: Path) -> None:
+    """Writes the images of scikit-learn, in one folder for each digit."""
     images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(
-        images.reshape(-1, 8, 8).astype(np.uint8),
-        labels.astype(np.int32),
-        test_size=0.2,
-        stratify=labels,
-        random_state=0,
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        file = folder / str(label) / f"{number:04}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = 15 * image.reshape(8, 8)
+        Image.fromarray(pixels.astype(np.uint8)).save(file)
+
+
+def load_data(folder: Path) -> tuple[ImageFiles, ImageFiles]:
+    """Returns the training and the test images, with every class in both."""
+    files = sorted(file for file in folder.glob("*/*") if file.is_file())
+    if not files:
+        raise SystemExit(
+            f"`--data-dir` is {str(folder)!r}, but it has no files in folders. Pass a "
+            "folder with one folder for each class, and images in them."
+        )
+    labels = [file.parent.name for file in files]
+    train, test = train_test_split(
+        files, test_size=0.2, stratify=labels, random_state=0
     )
-    train_images, test_images, train_labels, test_labels = map(np.asarray, parts)
-    return Digits(train_images, train_labels), Digits(test_images, test_labels)
+    classes = sorted(set(labels))
+    return ImageFiles(train, classes), ImageFiles(test, classes)
 
 
-def make_model() -> nnx.Sequential:
+def make_model(num_classes: int) -> nnx.Sequential:
     rngs = nnx.Rngs(0)
     return nnx.Sequential(
         nnx.Conv(1, 32, kernel_size=(3, 3), strides=2, rngs=rngs),
@@ -120,75 +141,37 @@ def make_model() -> nnx.Sequential:
         nnx.Conv(32, 64, kernel_size=(3, 3), rngs=rngs),
         nnx.relu,
         lambda x: x.reshape(len(x), -1),
-        nnx.Linear(4 * 4 * 64, 10, rngs=rngs),
+        nnx.Linear((SIZE // 2) ** 2 * 64, num_classes, rngs=rngs),
     )
 
 
-class Trainer(armillary.StandardTrainer):
-    """Trains a model; each loop reports its mean loss."""
+def make_functions(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation
+) -> tuple[Callable[[dict, dict], tuple[dict, dict]], Callable[[dict, dict], dict]]:
+    """Returns the training step and the evaluation, which run on every replica."""
 
-    def __init__(
-        self,
-        dataset: armillary.data.DistributedDataset,
-        strategy: armillary.distribute.Strategy,
-        model: nnx.Sequential,
-        optimizer: nnx.Optimizer[nnx.Sequential],
-    ) -> None:
-        super().__init__(dataset)
-        self.strategy = strategy
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = nnx.metrics.Average("loss")
-
-    def train_loop_begin(self) -> None:
-        self.loss.reset()
-
-    def train_step(self, iterator) -> None:
-        self.strategy.run(self.replica_step, args=(next(iterator),))
-
-    def replica_step(self, batch) -> None:
-        def loss_fn(model):
-            losses = cross_entropy(model(batch["image"]), batch["label"])
+    def step(state: dict, batch: dict) -> tuple[dict, dict]:
+        def loss_fn(params: nnx.State):
+            logits = nnx.merge(graph, params)(batch["image"])
+            losses = cross_entropy(logits, batch["label"])
             return jnp.mean(losses), losses
 
-        gradients, losses = nnx.grad(loss_fn, has_aux=True)(self.model)
+        gradients, losses = jax.grad(loss_fn, has_aux=True)(state["params"])
         gradients = armillary.all_reduce("mean", gradients)
-        self.optimizer.update(self.model, gradients)
-        self.loss.update(loss=losses)
+        updates, opt_state = optimizer.update(gradients, state["optimizer"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": opt_state}, {"loss": losses}
 
-    def train_loop_end(self) -> dict:
-        return {"loss": self.loss.compute()}
+    def evaluate(state: dict, batch: dict) -> dict:
+        logits = nnx.merge(graph, state["params"])(batch["image"])
+        return {"accuracy": logits.argmax(axis=-1) == batch["label"]}
 
-
-class Evaluator(armillary.StandardEvaluator):
-    """Reports the accuracy over all test images, each counted once."""
-
-    def __init__(
-        self,
-        dataset: armillary.data.DistributedDataset,
-        strategy: armillary.distribute.Strategy,
-        model: nnx.Sequential,
-    ) -> None:
-        super().__init__(dataset)
-        self.strategy = strategy
-        self.model = model
-        self.accuracy = nnx.metrics.Accuracy()
-
-    def eval_begin(self) -> None:
-        self.accuracy.reset()
-
-    def eval_step(self, iterator) -> None:
-        self.strategy.run(self.replica_step, args=(next(iterator),))
-
-    def replica_step(self, batch) -> None:
-        self.accuracy.update(logits=self.model(batch["image"]), labels=batch["label"])
-
-    def eval_end(self) -> dict:
-        return {"accuracy": self.accuracy.compute()}
+    return step, evaluate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains on images that Grain reads.")
+    parser.add_argument("--data-dir", type=Path, help="one folder for each class")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/grain"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--steps-per-loop", type=int, default=100)
@@ -196,21 +179,26 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
 
-    strategy = armillary.MirroredStrategy()
-    train_source, test_source = load_data()
-    train_data = make_train_data(train_source)
-    test_data = make_test_data(test_source)
-    with strategy.scope():
-        model = make_model()
-        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    trainer = Trainer(
-        strategy.distribute_dataset(train_data), strategy, model, optimizer
+    folder = options.data_dir
+    if folder is None:
+        folder = options.run_dir / "digits"
+        write_digits(folder)
+    train_source, test_source = load_data(folder)
+
+    graph, params = nnx.split(make_model(len(train_source.classes)))
+    optimizer = optax.adam(1e-3)
+    step, evaluate = make_functions(graph, optimizer)
+    trainer = armillary.StepTrainer(
+        step,
+        {"params": params, "optimizer": optimizer.init(params)},
+        make_train_data(train_source),
+        strategy=armillary.MirroredStrategy(),
     )
+    test_data = make_test_data(test_source)
     controller = armillary.Controller(
         trainer=trainer,
-        evaluator=Evaluator(strategy.distribute_dataset(test_data), strategy, model),
-        global_step=optimizer.step,
-        strategy=strategy,
+        evaluator=armillary.StepEvaluator(evaluate, trainer, test_data),
+        global_step=trainer.global_step,
         steps_per_loop=options.steps_per_loop,
         summary_dir=options.run_dir / "train",
         eval_summary_dir=options.run_dir / "eval",

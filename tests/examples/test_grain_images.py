@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.examples.loading import load_example
 from tests.examples.running import read_accuracy, read_steps, run_well
@@ -12,9 +13,21 @@ pytest.importorskip("grain")
 grain_images = load_example("grain_images")
 
 
-def make_source(num_images=80):
-    images = np.random.default_rng(0).integers(1, 17, (num_images, 8, 8), np.uint8)
-    return grain_images.Digits(images, np.arange(num_images, dtype=np.int32))
+@pytest.fixture(scope="module")
+def images():
+    return np.random.default_rng(0).integers(1, 256, (80, 8, 8), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, images):
+    """Returns 80 files of images, each in a folder of its own."""
+    folder = tmp_path_factory.mktemp("images")
+    for number, image in enumerate(images):
+        file = folder / f"{number:02}" / "image.png"
+        file.parent.mkdir()
+        Image.fromarray(image).save(file)
+    files = sorted(folder.glob("*/*"))
+    return grain_images.ImageFiles(files, [file.parent.name for file in files])
 
 
 def find_crops(image):
@@ -29,14 +42,13 @@ def find_square(is_erased):
     return (rows.min(), columns.min()), (rows.max(), columns.max())
 
 
-def test_each_image_is_cropped_and_erased_with_its_label():
-    source = make_source()
+def test_each_image_is_cropped_and_erased_with_its_label(source, images):
     batch = next(iter(grain_images.make_train_data(source)))
     assert batch["image"].shape == (64, 8, 8, 1)
     assert len(set(batch["label"])) == 64
     chosen, corners = set(), set()
     for image, label in zip(batch["image"][..., 0], batch["label"], strict=True):
-        crops = find_crops(source.images[label]) / np.float32(16)
+        crops = find_crops(images[label]) / np.float32(255)
         is_kept = (crops == image) | (image == 0)
         [places] = np.nonzero(is_kept.all(axis=(1, 2)))
         assert len(places) == 1
@@ -51,16 +63,36 @@ def test_each_image_is_cropped_and_erased_with_its_label():
     assert len(corners) > 20
 
 
-def test_a_position_gives_the_same_crops_again():
-    iterator = iter(grain_images.make_train_data(make_source()))
+def test_a_position_gives_the_same_crops_again(source):
+    iterator = iter(grain_images.make_train_data(source))
     next(iterator)
     position = iterator.get_state()
     expected = next(iterator)
-    again = iter(grain_images.make_train_data(make_source()))
+    again = iter(grain_images.make_train_data(source))
     again.set_state(position)
     found = next(again)
     for name in ("image", "label"):
         np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_a_folder_without_images_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"`--data-dir` is .*no files in folders"):
+        grain_images.load_data(tmp_path)
+
+
+@pytest.mark.slow
+def test_files_of_the_user_are_read_by_class(tmp_path):
+    for label, pixels in (("cat", 50), ("dog", 200)):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(10):
+            image = Image.new("RGB", (20, 30), (pixels + number, pixels, pixels))
+            image.save(tmp_path / "photos" / label / f"{number}.jpg")
+    output = run_well(
+        "grain_images.py",
+        *("--data-dir", tmp_path / "photos", "--run-dir", tmp_path / "run"),
+        *("--steps", 100),
+    )
+    assert read_accuracy(output.stdout) == 100.0
 
 
 @pytest.mark.slow
