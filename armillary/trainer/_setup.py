@@ -96,8 +96,8 @@ def make_setup(
             kind_of_leaf = type(leaf).__name__
             if gives_single_examples(leaf):
                 raise TypeError(
-                    f"`{argument}` has {leaf!r:.80} of type {kind_of_leaf}, which gives "
-                    "single examples by index, but it must hold datasets. Use "
+                    f"`{argument}` has {leaf!r:.80} of type {kind_of_leaf}, which "
+                    "gives single examples by index, but it must hold datasets. Use "
                     "`armillary.data.from_random_access(dataset, batch_size=...)`."
                 )
             fix = "Use"

@@ -93,8 +93,8 @@ def as_source(source: Any) -> Source:
         return IterableSource(lambda epoch: iter(source()), "generator function")
     if gives_single_examples(source):
         raise TypeError(
-            f"The dataset is {source!r:.80} of type {type(source).__name__}, which gives "
-            "single examples by index, but it must give batches. Use "
+            f"The dataset is {source!r:.80} of type {type(source).__name__}, which "
+            "gives single examples by index, but it must give batches. Use "
             "`armillary.data.from_random_access(dataset, batch_size=...)`."
         )
     raise TypeError(
