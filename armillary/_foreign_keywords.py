@@ -21,7 +21,7 @@ _WEIGHTS = (
 _NEWEST_STAY = "Leave it out: the newest `max_to_keep` checkpoints stay."
 _BEST_STAYS = "Leave it out: `keep_best` keeps the best besides the newest."
 _IN_STEPS = "It is called `checkpoint_interval` here, and counts steps."
-_MOST_TO_KEEP = "It is called `max_to_keep` here."
+_MAX_TO_KEEP = "It is called `max_to_keep` here."
 _BEST_METRIC = "It is called `keep_best` here."
 _BEST_DIRECTION = "It is called `higher_is_better` here, and is `True` or `False`."
 _RESTORES_BEST = (
@@ -226,9 +226,9 @@ ANSWERS = {
     "CheckpointManager.save_interval": _IN_STEPS,
     "CheckpointManager.save_steps": _IN_STEPS,
     "CheckpointManager.save_every": _IN_STEPS,
-    "CheckpointManager.save_total_limit": _MOST_TO_KEEP,
-    "CheckpointManager.max_checkpoints": _MOST_TO_KEEP,
-    "CheckpointManager.keep": _MOST_TO_KEEP,
+    "CheckpointManager.save_total_limit": _MAX_TO_KEEP,
+    "CheckpointManager.max_checkpoints": _MAX_TO_KEEP,
+    "CheckpointManager.keep": _MAX_TO_KEEP,
     "CheckpointManager.metric_for_best_model": _BEST_METRIC,
     "CheckpointManager.best_fn": _BEST_METRIC,
     "CheckpointManager.greater_is_better": _BEST_DIRECTION,

@@ -3,7 +3,7 @@
 import math
 import time
 
-_LEAST_SECONDS = 1e-6  # the smallest difference of two times since the epoch
+_MIN_SECONDS = 1e-6  # the smallest difference of two times since the epoch
 
 
 class RisingClock:
@@ -26,7 +26,7 @@ class RisingClock:
     def now(self) -> float:
         """Returns the time, above every earlier value."""
         now = time.monotonic()
-        passed = max(now - self._read_at, _LEAST_SECONDS)
+        passed = max(now - self._read_at, _MIN_SECONDS)
         self._last = max(time.time(), self._last + passed)
         self._read_at = now
         return self._last

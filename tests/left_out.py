@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-MOST_LINES = 5
-MOST_CHARACTERS = 100
+MAX_LINES = 5
+MAX_CHARACTERS = 100
 NUM_DESELECTED = pytest.StashKey[int]()
 
 
@@ -60,8 +60,8 @@ def summarize(num_deselected: int, selection: str, reasons: list[str]) -> list[s
 
     groups = Counter(map(_shorten, reasons)).most_common()
     num_shown = len(groups)
-    if len(lines) + len(groups) > MOST_LINES:
-        num_shown = MOST_LINES - 1 - len(lines)
+    if len(lines) + len(groups) > MAX_LINES:
+        num_shown = MAX_LINES - 1 - len(lines)
     lines += [f"{_count(number)}: {reason}" for reason, number in groups[:num_shown]]
 
     rest = groups[num_shown:]
@@ -80,6 +80,6 @@ def _shorten(reason: str) -> str:
     """Returns the first sentence of a reason to skip, on one line."""
     text = " ".join(reason.removeprefix("Skipped: ").split())
     sentence = text.split(". ", 1)[0].removesuffix(".") + "."
-    if len(sentence) > MOST_CHARACTERS:
-        sentence = sentence[: MOST_CHARACTERS - 3].rstrip() + "..."
+    if len(sentence) > MAX_CHARACTERS:
+        sentence = sentence[: MAX_CHARACTERS - 3].rstrip() + "..."
     return sentence

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-MOST_BYTES = 10**9
+MAX_BYTES = 10**9
 MEMORY = Path("/proc/self/statm")
 PAGE_BYTES = resource.getpagesize()
 
@@ -26,7 +26,7 @@ def pytest_runtest_protocol(
     """Frees programs between two modules, where fixtures of a module are gone too."""
     result = yield
     module_ends = nextitem is None or nextitem.path != item.path
-    if module_ends and measure_resident_bytes() > MOST_BYTES:
+    if module_ends and measure_resident_bytes() > MAX_BYTES:
         free_programs()
     return result
 

@@ -27,7 +27,7 @@ from armillary.checkpoint._storage import find_files
 _ARRAYS = "arrays"
 # If an array has copies on several devices, each of them writes a part of at least this
 # size. For each shape, Orbax compiles a program that cuts the part.
-_LEAST_PART_BYTES = 1 << 16
+_MIN_PART_BYTES = 1 << 16
 _GROUP_BYTES = 256 << 20
 """The most bytes that a process reads at a time, unless one array is larger."""
 
@@ -164,7 +164,7 @@ def _make_handler() -> Any:
         (np.ndarray, types.NumpyHandler()),
         (
             jax.Array,
-            types.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_PART_BYTES),
+            types.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_PART_BYTES),
         ),
     )
     # Compression would make trained weights only 7 % smaller. It would take three

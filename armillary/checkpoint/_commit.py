@@ -48,7 +48,7 @@ from armillary.distribute.replica._program_mesh import without_program_mesh
 from armillary.goodput._stopwatch import Category
 from armillary.lifeline._transfer import Transfer
 
-_MOST_READ = 1 << 20
+_MAX_READ = 1 << 20
 """The most elements of an array that is read back after a save."""
 
 
@@ -235,7 +235,7 @@ def _read_one(folder: epath.Path, content: Content) -> None:
         sizes[name] = array.size
     smallest = min(sizes, key=lambda name: sizes[name])
     # A larger array might not fit into the memory of one process.
-    if sizes[smallest] <= _MOST_READ:
+    if sizes[smallest] <= _MAX_READ:
         read_arrays(folder, {smallest: None})
 
 

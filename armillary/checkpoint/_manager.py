@@ -88,6 +88,11 @@ class CheckpointManager(OfOneProcess):
             (`"optimizer/opt_state"`), averages of weights, data that has grown
             (`"train_dataset"`). A part that fits the checkpoint is restored. A part
             that does not fit keeps all values of the program, with a warning.
+        memory_interval_seconds: Seconds between two snapshots of the values in the
+            memory of the machines, next to the checkpoints on the disk. `None` keeps
+            none.
+        memory_directory: A folder in memory for the snapshots, such as a `tmpfs`. It
+            needs `memory_interval_seconds`. `None` takes `/dev/shm`.
 
     Raises:
         ImportError: If `directory` is in an object store whose package is missing.
@@ -129,11 +134,11 @@ class CheckpointManager(OfOneProcess):
         if hours is not None:
             check_not_negative("keep_checkpoint_every_n_hours", hours)
         self._is_paced = isinstance(interval, str) and interval == "auto"
-        if interval is not None:
+        if self._is_paced:
+            interval = 1  # Until the duration of a step and of a save is known.
+        elif interval is not None:
             interval = check_positive_int(
-                "checkpoint_interval",
-                1 if self._is_paced else interval,
-                fix='Or use `"auto"`.',
+                "checkpoint_interval", interval, fix='Or use `"auto"`.'
             )
         if init_fn is not None:
             check_takes("init_fn", init_fn)
@@ -265,7 +270,6 @@ class CheckpointManager(OfOneProcess):
             number = max((entry.number for entry in saved), default=0) + 1
         number = check_not_negative_int("checkpoint_number", number)
 
-        step = self._step()
         mark = None
         if self._mark is not None:
             marked_step, found = self._mark

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 MARK = "__armillary__"
-_MOST_INLINE_BYTES = 1024
+_MAX_INLINE_BYTES = 1024
 """Arrays up to this size are stored as text, because a file for each is slow."""
 
 
@@ -130,7 +130,7 @@ class _Packer:
             raise self._refuse(array, path)
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
         marked = {MARK: kind, "dtype": array.dtype.name, "shape": list(array.shape)}
-        if array.nbytes <= _MOST_INLINE_BYTES:
+        if array.nbytes <= _MAX_INLINE_BYTES:
             return {**marked, "data": _as_text(array.tobytes())}
 
         # Named by number, because two keys may be equal as text. A keyword has no dot.

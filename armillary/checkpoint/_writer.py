@@ -42,7 +42,7 @@ from armillary.lifeline._ending import finish_first
 
 T = TypeVar("T")
 # With `checkpoint_interval="auto"`, saves begin at least this many seconds apart.
-_LEAST_SECONDS = 10.0
+_MIN_SECONDS = 10.0
 # They are also this many seconds apart for each second that training waited for a save
 # (so waiting takes 1 % of the time), and for each second of writing.
 _PER_WAITED = 100.0
@@ -124,7 +124,7 @@ class Writer:
                 path = chosen[-1].path
                 return _name_save(path)
             except Exception as error:
-                raise self._fail(path, error) from error
+                raise self._make_failure(path, error) from error
 
         path, unfinished, key = agree_on("a save", choose, self._peers)
         self._write(epath.Path(path), epath.Path(unfinished), key, content, chosen)
@@ -141,7 +141,7 @@ class Writer:
         if not 0 <= last < step:
             return None
         seconds = max(
-            _LEAST_SECONDS,
+            _MIN_SECONDS,
             _PER_WAITED * (monotonic() - self._began),
             _PER_WRITTEN * self._write_seconds,
         )
@@ -204,7 +204,7 @@ class Writer:
                 earlier=find_running(),
             )
         except Exception as error:
-            raise self._fail(path, error) from error
+            raise self._make_failure(path, error) from error
 
         _finish_before_exit()
         _writers.add(self)
@@ -239,7 +239,7 @@ class Writer:
             if is_first():
                 notify_launcher("saved", saved[-1].number, str(path))
         except Exception as error:
-            self._failure = self._fail(path, error)
+            self._failure = self._make_failure(path, error)
         else:
             self._remove(self._expired, saved)
 
@@ -305,7 +305,7 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _fail(self, path: epath.Path, error: Exception) -> CheckpointError:
+    def _make_failure(self, path: epath.Path, error: Exception) -> CheckpointError:
         """Frees the space of a failed save, and returns its error."""
         # Files that threads of Orbax still write are removed before the next save.
         self._has_cleaned = False

@@ -47,7 +47,7 @@ _JOIN_SECONDS = 300.0
 _MORE_SECONDS = 30.0
 _SILENT_SECONDS = 10.0
 """The time of joining after which a line in the log says who is missing."""
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 _PARENT_SECONDS = 60
 _CHILDREN_SECONDS = 75.0
 _REACH = (
@@ -236,9 +236,9 @@ def _describe_wait(
             "started on all machines of the job."
         )
 
-    names = [f"process {index}" for index in missing[:_MOST_NAMED]]
-    if missing[_MOST_NAMED:]:
-        names.append(f"and {len(missing) - _MOST_NAMED} more")
+    names = [f"process {index}" for index in missing[:_MAX_NAMED]]
+    if missing[_MAX_NAMED:]:
+        names.append(f"and {len(missing) - _MAX_NAMED} more")
     return (
         f"Process {arguments['process_id']} of {arguments['num_processes']} {waited} "
         f"{', '.join(names)}. All processes join at {address}, the address of "

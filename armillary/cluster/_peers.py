@@ -27,7 +27,7 @@ from armillary.lifeline._lifeline import Lifeline, waiting
 from armillary.lifeline._tree import Span
 
 _SLICE_SECONDS = 1.0
-_MOST_CHARACTERS = 1 << 22  # in one value
+_MAX_CHARACTERS = 1 << 22  # in one value
 _VERDICT_SECONDS = 1.0
 """The longest time until the end of a process is known."""
 _PART_SECONDS = 0.02
@@ -65,10 +65,10 @@ class Peers:
                 f"The processes cannot agree on {topic}, because the job has failed "
                 "before. Start all processes again."
             )
-        if len(value) > _MOST_CHARACTERS:
+        if len(value) > _MAX_CHARACTERS:
             raise ValueError(
                 f"A process sends {len(value):,} characters for {topic}, but a message "
-                f"between processes has at most {_MOST_CHARACTERS:,}. Send less."
+                f"between processes has at most {_MAX_CHARACTERS:,}. Send less."
             )
         with waiting():
             spans = self._exchange(topic, value)
@@ -129,7 +129,7 @@ class Peers:
             f"  process {index} of {self.count}: {text}"
             for index, text in failures.items()
         )
-        self._fail(
+        self._raise_failure(
             f"Another process has failed:\n{lines}\nFix this error, and start all "
             "processes again."
         )
@@ -144,13 +144,13 @@ class Peers:
             for index in range(start, stop):
                 lines.append(f"  process {index} of {self.count}: {topic}")
         places = "\n".join(lines)
-        self._fail(
+        self._raise_failure(
             f"The processes are at different points of the program:\n{places}\nAll "
             "must run the same program with the same arguments, and take the same "
             "decisions in it. Base decisions on values that all processes share."
         )
 
-    def fail(self, error: BaseException) -> None:
+    def announce_failure(self, error: BaseException) -> None:
         """Tells the others, at their next round, that this process has failed."""
         if not self.has_failed:
             self.has_failed = True
@@ -165,7 +165,7 @@ class Peers:
             cause = self._find_cause(_VERDICT_SECONDS)
         # A process that ends on purpose announces it at the end of its program.
         if cause is None and not isinstance(error, SystemExit):
-            self.fail(error)
+            self.announce_failure(error)
         return cause
 
     def announcing_errors(self) -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ class Peers:
         except PeerError:
             raise
         except BaseException as error:
-            self.fail(error)
+            self.announce_failure(error)
             raise
 
     def _exchange(self, topic: str, value: str) -> list[Span]:
@@ -225,9 +225,9 @@ class Peers:
     def _give_up(self, message: str) -> NoReturn:
         if not self.index:
             self._lifeline.refuse(0, f"{PeerError.__name__}: {message}")
-        self._fail(message)
+        self._raise_failure(message)
 
-    def _fail(self, message: str) -> NoReturn:
+    def _raise_failure(self, message: str) -> NoReturn:
         self.has_failed = True
         raise PeerError(message)
 
@@ -254,7 +254,7 @@ class Alone(Peers):
         del key
         return []
 
-    def fail(self, error: BaseException) -> None:
+    def announce_failure(self, error: BaseException) -> None:
         del error
 
     def explain(self, error: BaseException) -> None:

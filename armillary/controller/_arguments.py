@@ -34,7 +34,7 @@ _METHODS = {
     "eval_summary_manager": _SUMMARIES,
 }
 # Smaller numbers are peaks in TFLOP/s or GFLOP/s.
-_LEAST_PEAK = 1e6
+_MIN_PEAK = 1e6
 _EVALUATOR = (
     "Derive it from `armillary.StandardEvaluator` or `AbstractEvaluator`; several need "
     'names: `evaluator={"validation": a, "test": b}`.'
@@ -78,10 +78,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _check_peak(peak_flops: Any) -> None:
     peak = check_not_negative("peak_flops", peak_flops)
-    if peak < _LEAST_PEAK:
+    if peak < _MIN_PEAK:
         raise ValueError(
             f"`peak_flops` is {peak_flops!r}, but it must be the peak FLOP/s of one "
-            f"device, at least {_LEAST_PEAK:,.0f}. A peak of 989 TFLOP/s is "
+            f"device, at least {_MIN_PEAK:,.0f}. A peak of 989 TFLOP/s is "
             "`peak_flops=989e12`."
         )
 

@@ -310,7 +310,7 @@ class Controller(OfOneProcess):
             is_left = self._saving.is_evaluation_due()
             while True:
                 if goes_on and not is_left:
-                    target = self._next_stop(train_steps, eval_interval)
+                    target = self._find_next_evaluation(train_steps, eval_interval)
                     self._saving.expect_evaluation(target)
                     goes_on = self._loops.train_until(target, epochs)
                 is_left = False
@@ -319,7 +319,7 @@ class Controller(OfOneProcess):
 
                 if step != self._saving.evaluated:
                     with self._saving.evaluation(is_last=not goes_on):
-                        actions = self._saving.take(self.eval_actions)
+                        actions = self._saving.pending_actions(self.eval_actions)
                         output = self._evaluate(eval_steps, actions)
                 elif output is None:
                     # Training was complete before this call, but the output is needed.
@@ -487,7 +487,7 @@ class Controller(OfOneProcess):
                 file.flush()
             file.last_step = step
 
-    def _next_stop(self, train_steps: int, eval_interval: int | None) -> int:
+    def _find_next_evaluation(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""
         if eval_interval is None:
             return train_steps

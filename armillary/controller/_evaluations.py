@@ -32,7 +32,7 @@ def run_evaluations(
     else:
         output = _evaluate(run, evaluator, step, num_steps)
 
-    saving.note(output)
+    saving.note_evaluation(output)
     with run.scope():
         call_actions(actions, output)
     saving.save_best()

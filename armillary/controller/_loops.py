@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -39,7 +39,7 @@ from armillary.trainer._work import Work
 # The time that the device takes for loops that are started together. It is short, so
 # that log lines and requests to stop are not late.
 _SECONDS_AHEAD = 0.25
-_MOST_AHEAD = 100
+_MAX_AHEAD = 100
 # The speed in a log line is a mean over at least this time, because the speed of a
 # shorter time varies by chance.
 _SPEED_SECONDS = 0.1
@@ -76,7 +76,7 @@ class LoopRunner:
 
         # Loops that were started, and outputs that are not yet reported.
         self._pending: deque[AwaitedLoops] = deque()
-        self._outputs: deque[tuple[int, int, dict[str, Any], float, Work]] = deque()
+        self._reports: deque[_LoopReport] = deque()
         self._last_end = 0.0
         # Unknown at first, so a single loop is started.
         self._seconds_per_loop = float("inf")
@@ -123,7 +123,7 @@ class LoopRunner:
             self._begin(step, target)
 
         while not (is_reached(step, target) or stop.is_agreed()):
-            self._stragglers.look(step)
+            self._stragglers.check(step)
             is_due = self._saving.is_snapshot_due()
             # If the first loop fails, the launcher blames the checkpoint that was
             # restored. A snapshot of the same values would have another name.
@@ -179,7 +179,7 @@ class LoopRunner:
         is_alone = not self._run.train_actions and get_peers().is_alone
         if callable(self._run.steps_per_loop) or not is_alone:
             return 1
-        seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MOST_AHEAD)
+        seconds = max(self._seconds_per_loop, _SECONDS_AHEAD / _MAX_AHEAD)
         most = max(1, int(_SECONDS_AHEAD / seconds))
         for count in range(1, most):
             reached = step + count * num_steps
@@ -204,8 +204,8 @@ class LoopRunner:
                 jax.profiler.StepTraceAnnotation("train", step_num=step),
             ):
                 started = self._run.trainer.start(num_steps, num_loops)
-                self._saving.see_data()
-            if self._speeds.see(started.work, started.footprint):
+                self._saving.warn_of_lost_positions()
+            if self._speeds.note_program(started.work, started.footprint):
                 logger.info("%s", self._speeds.describe_device())
             # The device waited for its program, so this time does not count.
             start += goodput.compile_seconds - compiled
@@ -218,19 +218,20 @@ class LoopRunner:
             # The first loop is reported before a second loop runs. If actions need the
             # outputs, every loop is.
             is_first = self._last_end == 0 or self._run.train_actions
-            self.report(but=0 if is_first or not started.may_overlap else 1)
+            overlaps = started.may_overlap and not is_first
+            self.report(num_to_keep=1 if overlaps else 0)
         # Only now, because some trainers show only by the global step how far they got.
         return loops.reached, loops.has_ended
 
-    def report(self, but: int = 0) -> None:
-        """Waits for the pending loops except the last `but`, and reports them."""
-        self._report_outputs()
-        while len(self._pending) > but:
+    def report(self, *, num_to_keep: int = 0) -> None:
+        """Waits for pending loops, and reports them, except the last `num_to_keep`."""
+        self._report_fetched()
+        while len(self._pending) > num_to_keep:
             self._fetch_first()
-            self._report_outputs()
+            self._report_fetched()
 
-    def _report_outputs(self) -> None:
-        while self._outputs:
+    def _report_fetched(self) -> None:
+        while self._reports:
             # Work that begins while the device runs steps costs no time of its own.
             is_hidden = self._pending and not self._pending[-1].outcome.done()
             category = Category.STEPPING if is_hidden else Category.OTHER
@@ -238,20 +239,13 @@ class LoopRunner:
                 self._run.goodput.phase(category),
                 waiting() if is_hidden else contextlib.nullcontext(),
             ):
-                self._report_loop(*self._outputs.popleft())
-                if not self._outputs:
+                self._report_loop(self._reports.popleft())
+                if not self._reports:
                     self._run.curves.flush()
 
-    def _report_loop(
-        self,
-        step: int,
-        reached: int,
-        output: dict[str, Any],
-        speed: float,
-        work: Work,
-    ) -> None:
-        """Reports one loop, which ran `speed` steps per second of this work."""
+    def _report_loop(self, report: "_LoopReport") -> None:
         run = self._run
+        step, reached, output, speed, work = report
         scalars = find_numbers(output)
         notify_launcher("trained")
         self._display.note(reached, speed, scalars)
@@ -263,7 +257,7 @@ class LoopRunner:
             self._log_last()
         self._warn_once(reached, scalars)
         if _passes(run.summary_interval, step, reached):
-            speeds = self._speeds.of(work, speed)
+            speeds = self._speeds.compute(work, speed)
             # An output may have a number of its own, such as `mfu`.
             values = {**speeds, **output, "steps_per_second": speed}
             fields = {"steps_per_second": speed, **speeds}
@@ -328,7 +322,9 @@ class LoopRunner:
             # A loop that did not advance has nothing to report: the data had ended
             # before.
             if after > step:
-                self._outputs.append((step, after, output, speed, loops.work))
+                self._reports.append(
+                    _LoopReport(step, after, output, speed, loops.work)
+                )
         # ORDER: last, so that after Ctrl-C the loop is still reported.
         self._pending.popleft()
 
@@ -368,6 +364,18 @@ def _passes(interval: int | None, step: int, reached: int) -> bool:
     return interval is None or reached // interval > step // interval
 
 
+class _LoopReport(NamedTuple):
+    """A loop that has ended, with what is logged about it."""
+
+    step: int
+    reached: int
+    output: dict[str, Any]
+    speed: float
+    """Steps per second."""
+    work: Work
+    """The mean work of a step."""
+
+
 class AwaitedLoops:
     """Loops that were started together, and take the step from `step` to `reached`."""
 
@@ -376,14 +384,14 @@ class AwaitedLoops:
         run: Run,
         started: PendingLoops,
         step: int,
-        num_steps: int,
-        start: float,
+        num_asked: int,
+        started_at: float,
         executor: ThreadPoolExecutor,
     ) -> None:
         self.step = step
-        self._num_steps = num_steps
-        self._start = start
-        self._started = started
+        self.num_asked = num_asked
+        self._started_at = started_at
+        self._loops = started
         self._data_ended = run.trainer.data_exhausted
         read_step = run.read_step.snapshot()
 
@@ -398,39 +406,35 @@ class AwaitedLoops:
         if started.num_steps is not None:
             self.reached = step + started.num_steps
         else:
-            self.reached = read_step() if self._data_ended else step + num_steps
+            self.reached = read_step() if self._data_ended else step + num_asked
 
     @property
     def is_counted_by_trainer(self) -> bool:
         """True if only the global step shows how many steps the trainer has run."""
-        return self._started.num_steps is None and not self._data_ended
+        return self._loops.num_steps is None and not self._data_ended
 
     @property
     def work(self) -> Work:
         """The mean work of a step."""
-        return self._started.work
-
-    @property
-    def num_asked(self) -> int:
-        return self._num_steps
+        return self._loops.work
 
     @property
     def has_ended(self) -> bool:
         """True if the data ended together with these loops."""
-        num_run = self._started.num_steps
+        num_run = self._loops.num_steps
         if num_run is None:
             return self._data_ended
-        return num_run == 0 or num_run % self._num_steps != 0
+        return num_run == 0 or num_run % self.num_asked != 0
 
     def fetch(self, last_end: float) -> tuple[list[_LoopOutput], float, float]:
         """Waits for the loops; returns their outputs, their seconds, and their end."""
         outputs, reached, end = self.outcome.result()
-        self._started.check(self.step)
+        self._loops.check(self.step)
         count = len(outputs)
-        self._check_step(reached, self._num_steps * count)
+        self._check_step(reached, self.num_asked * count)
 
-        if self._started.num_steps is not None:
-            ends = [self.step + n * self._num_steps for n in range(1, count)]
+        if self._loops.num_steps is not None:
+            ends = [self.step + n * self.num_asked for n in range(1, count)]
         else:
             advance = reached - self.step
             ends = [self.step + n * advance // count for n in range(1, count)]
@@ -439,12 +443,12 @@ class AwaitedLoops:
         self.reached = reached
 
         pairs = zip(starts, ends, outputs, strict=True)
-        return list(pairs), end - max(self._start, last_end), end
+        return list(pairs), end - max(self._started_at, last_end), end
 
     def _check_step(self, reached: int, num_asked: int) -> None:
         """Raises if the global step does not match the steps that have run."""
-        num_run = self._started.num_steps
-        if num_run is None and not self._started.may_overlap:
+        num_run = self._loops.num_steps
+        if num_run is None and not self._loops.may_overlap:
             self._check_advance(reached, num_asked)
             return
         if num_run is None:

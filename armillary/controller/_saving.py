@@ -116,7 +116,7 @@ class Saving:
         _trainings[directory] = self._num_trainings, weakref.ref(trainer)
         yield
 
-    def see_data(self) -> None:
+    def warn_of_lost_positions(self) -> None:
         """Warns once if checkpoints leave out the position in the training data.
 
         The trainer has opened its data by now, so this has no effect on the data.
@@ -146,7 +146,7 @@ class Saving:
             return False
         return is_reached(step, self._expected) or self._run.trainer.data_exhausted
 
-    def take(self, actions: Sequence[Action]) -> Iterator[Action]:
+    def pending_actions(self, actions: Sequence[Action]) -> Iterator[Action]:
         """Yields the actions that need the output of this evaluation, and counts them.
 
         If an action saves, the checkpoint records that the earlier actions are done. A
@@ -234,7 +234,7 @@ class Saving:
         finally:
             self._is_watching = False
 
-    def note(self, output: Mapping[str, Any]) -> None:
+    def note_evaluation(self, output: Mapping[str, Any]) -> None:
         """Gives the output of an evaluation to the manager, before actions get it."""
         if self.manager is None:
             return

@@ -26,7 +26,7 @@ class Speeds:
         self._is_recorded = False
         self.per_device: dict[str, Any] = {}
 
-    def see(self, work: Work, footprint: Footprint | None) -> bool:
+    def note_program(self, work: Work, footprint: Footprint | None) -> bool:
         """Takes the facts about the first program; returns whether they are new."""
         if footprint is None or self._footprint is not None:
             return False
@@ -63,7 +63,7 @@ class Speeds:
         self._is_recorded = True
         return {"per_device": self.per_device}
 
-    def of(self, work: Work, steps_per_second: float) -> dict[str, float]:
+    def compute(self, work: Work, steps_per_second: float) -> dict[str, float]:
         """Returns the known speeds, by the names that summaries have."""
         examples = work.examples * steps_per_second
         flops = work.flops * steps_per_second

@@ -22,7 +22,7 @@ from armillary.trainer._standard_trainer import StandardTrainer
 
 # Attributes in which a trainer without variables of a library keeps its parameters.
 _PLACES = ("model", "params")
-_MOST_MODULES = 3
+_MAX_MODULES = 3
 
 
 def find_strategy(run: Run) -> Strategy | None:
@@ -65,7 +65,7 @@ def _describe_parameters(summary: ModelSummary) -> str:
     parts = [f"parameters: {summary.count:,} ({format_bytes(summary.bytes)})"]
     largest = [f"{module.name} {module.count:,}" for module in summary.modules]
     if len(largest) > 1:
-        parts.append(f"largest: {', '.join(largest[:_MOST_MODULES])}")
+        parts.append(f"largest: {', '.join(largest[:_MAX_MODULES])}")
     return " | ".join(parts)
 
 

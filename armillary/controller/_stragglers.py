@@ -28,7 +28,7 @@ class Stragglers:
         # The bytes that each process has saved in the round before.
         self._last_bytes: list[int] = []
 
-    def look(self, step: int) -> None:
+    def check(self, step: int) -> None:
         """Compares the times of all processes, which all call this after each loop."""
         peers = get_peers()
         if peers.is_alone:

@@ -18,7 +18,7 @@ from armillary.state._walk import slots_of
 from armillary.trainer._standard_evaluator import StandardEvaluator
 
 # The bytes of arrays that are checked when training has ended.
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
 def warn_of_evaluators(trainer: Any, evaluator: Any) -> None:
@@ -89,7 +89,7 @@ def warn_of_bad_arrays(trainer: Any, step: int) -> None:
     # Values that are not finite spread, so it is enough to check the small arrays.
     for path, leaf in sorted(leaves, key=lambda pair: pair[1].nbytes):
         num_bytes += leaf.nbytes
-        if num_bytes > _MOST_BYTES:
+        if num_bytes > _MAX_BYTES:
             break
         copy = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
         values = np.asarray(copy).astype(np.float32)

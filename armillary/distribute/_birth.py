@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_BYTES = 2**28  # of temporaries, for the scalars of a plan
+_MAX_BYTES = 2**28  # of temporaries, for the scalars of a plan
 
 
 def make_in_place(
@@ -201,7 +201,7 @@ def _compute_some(
 
     compiled = jax.jit(run).lower(inputs).compile()
     memory = compiled.memory_analysis()
-    if memory is not None and memory.temp_size_in_bytes > _MOST_BYTES:
+    if memory is not None and memory.temp_size_in_bytes > _MAX_BYTES:
         return []
     return compiled(inputs)
 

@@ -25,7 +25,7 @@ from armillary.lifeline._lifeline import Phase
 
 FILE_NAME = "goodput.jsonl"
 _FORMAT = "armillary-goodput-1"
-_LONGEST_PAUSE_SECONDS = 10.0
+_MAX_PAUSE_SECONDS = 10.0
 # Whether an attempt has accounted for the start of this process.
 _is_claimed = False
 
@@ -251,7 +251,7 @@ class Recorder(Stopwatch):
             return
         seconds = self.seconds
         elapsed = sum(seconds.values())
-        pause = min(elapsed / 100, _LONGEST_PAUSE_SECONDS)
+        pause = min(elapsed / 100, _MAX_PAUSE_SECONDS)
         if event == "loop" and elapsed - self._written_at < pause:
             return
         self._written_at = elapsed

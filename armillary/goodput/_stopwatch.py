@@ -58,7 +58,7 @@ _LABELS = {
 }
 _COMPARED = [Category.DATA, Category.STEPPING, Category.SAVING, Category.EVALUATING]
 _TIMES_SLOWER = 1.5
-_LEAST_SECONDS = 0.1
+_MIN_SECONDS = 0.1
 _COMPILE_EVENTS = "/jax/core/compile/"
 
 # A name of this module, so that tests replace only this clock.
@@ -238,7 +238,7 @@ def _find_slowest(times: Sequence[Times], named: Collection[int]) -> Straggler |
     seconds = totals[index]
     median = statistics.median(totals[:index] + totals[index + 1 :])
     is_slower = seconds >= _TIMES_SLOWER * median
-    if not is_slower or seconds < median + _LEAST_SECONDS:
+    if not is_slower or seconds < median + _MIN_SECONDS:
         return None
 
     # The phase in which it loses most.

@@ -14,9 +14,9 @@ from armillary._process import ExitCode
 from armillary.launch._process import Ending, LaunchedProcess
 
 MAX_PAUSE_SECONDS = 60.0
-MOST_ALIKE = 3
+MAX_ALIKE = 3
 """The number of equal failures without progress after which there is no restart."""
-_MOST_CRASHES = 2
+_MAX_CRASHES = 2
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -137,8 +137,8 @@ class Restarts:
 
         self._failures += 1
         self._note_failure(attempt, restored)
-        is_bad = self._crashes[restored] >= _MOST_CRASHES and not self._has_skipped
-        is_repeated = self._alike >= MOST_ALIKE
+        is_bad = self._crashes[restored] >= _MAX_CRASHES and not self._has_skipped
+        is_repeated = self._alike >= MAX_ALIKE
         # An attempt without the bad checkpoint may end differently.
         is_hopeless = is_repeated and not is_bad
         if is_hopeless or self._failures > self._most:
@@ -165,7 +165,7 @@ class Restarts:
     def _explain_end(self, words: str) -> str:
         """Returns the reason why there is no further restart."""
         why = f"the last of {self._failures} failures"
-        if self._alike >= MOST_ALIKE:
+        if self._alike >= MAX_ALIKE:
             why = f"the same failure {self._alike} times"
         error = f": {words.rstrip('.')}" if words else ""
         return f"{why} without a newer checkpoint{error}"

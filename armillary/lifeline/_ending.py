@@ -25,7 +25,7 @@ from armillary.lifeline._watchdog import Watchdog
 _SILENT_SECONDS = 3.0
 """The time of three missing reports, less than any sensible `hang_timeout_seconds`."""
 # By default, the limit is a multiple of the longest time in the same phase so far.
-_LEAST_SECONDS = 300.0
+_MIN_SECONDS = 300.0
 _TIMES_LONGEST = 5.0
 _WORK_SECONDS = 3.0
 """The processor time that counts as progress, if the user has set no limit."""
@@ -39,7 +39,7 @@ _PAUSE_SECONDS = 0.05
 _ABORT_HANDLER = "sleep"
 """The function of the C library that an abort waits for. Its argument is the number of
 the signal, 6."""
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 """The most characters of an error that the launcher gets."""
 
 OUTSIDE = "outside of loops"
@@ -150,7 +150,7 @@ class Pace:
         if rule is not None:
             return rule
         longest = self._longest.get(self.phase.name, 0.0)
-        return max(_LEAST_SECONDS, _TIMES_LONGEST * longest)
+        return max(_MIN_SECONDS, _TIMES_LONGEST * longest)
 
 
 def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str | None:
@@ -178,7 +178,7 @@ def find_hang(sightings: Mapping[int, Sighting], count: int, now: float) -> str 
         "Look at the process that does not wait for another one, or allow more time: "
         "`hang_timeout_seconds` of the `Controller` must exceed the longest loop, "
         "evaluation, save and action. By default, it is five times the longest so "
-        f"far, and at least {_LEAST_SECONDS:g} seconds."
+        f"far, and at least {_MIN_SECONDS:g} seconds."
     )
 
 
@@ -269,7 +269,7 @@ def end_process(reason: str) -> None:
     """Prints the reason, and ends this process with `ExitCode.RESTART_REQUESTED`."""
     global _is_ending
     _is_ending = True
-    notify_launcher("failed", reason[:MOST_CHARACTERS])
+    notify_launcher("failed", reason[:MAX_CHARACTERS])
     code = ExitCode.RESTART_REQUESTED
     who = get_process()
     ends = f"ends with exit code {code.value} ({code.name})."

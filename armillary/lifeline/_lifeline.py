@@ -20,7 +20,7 @@ from armillary._launcher import notify_launcher
 from armillary._process import ExitCode
 from armillary.lifeline._ending import (
     END,
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     OUTSIDE,
     Pace,
     Phase,
@@ -52,7 +52,7 @@ _LATE_SECONDS = 10.0
 _CHIEF_SECONDS = 3.0
 """The time that the others leave to process 0, which decides for all of them."""
 _PAUSE_SECONDS = 0.01
-_MOST_CHARACTERS = 10_000  # in the text of an error
+_MAX_CHARACTERS = 10_000  # in the text of an error
 _CHIEF = 0
 
 
@@ -208,8 +208,8 @@ class Lifeline:
         if self._has_failed:
             return
         self._has_failed = True
-        text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-        notify_launcher("failed", text[:MOST_CHARACTERS])
+        text = f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]
+        notify_launcher("failed", text[:MAX_CHARACTERS])
         self._call(self._note_failure, self._index, text)
 
     def report_end(self) -> None:

@@ -30,7 +30,7 @@ MAKERS = (
 _STDLIB = sysconfig.get_path("stdlib")
 DEBUGGER = tuple(os.path.join(_STDLIB, name) for name in ("bdb.py", "pdb.py", "cmd.py"))
 PROGRAMS = (os.path.join(_STDLIB, "subprocess.py"),)
-_MOST_LINES = 4
+_MAX_LINES = 4
 
 
 class Line(NamedTuple):
@@ -58,7 +58,7 @@ def find_line(phase: str, stack: list[Line] | None = None) -> str:
         # Several threads may be at one line.
         for line in dict.fromkeys(others):
             lines.append(f"while a thread reads ahead at {line}")
-    return ", ".join(lines[:_MOST_LINES])
+    return ", ".join(lines[:_MAX_LINES])
 
 
 def _find_lines_of_others() -> list[Line]:

@@ -85,7 +85,7 @@ def split_integers(integers: np.ndarray) -> np.ndarray:
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127 + _MANTISSA_BITS
-_MOST_POWER = 254
+_MAX_POWER = 254
 _NOT_FINITE = 255
 # The number of powers of two that share an integer (as a logarithm to the base 2), by
 # the number of integers.
@@ -157,7 +157,7 @@ def float_parts(
 
         # Numbers without a leading 1 are as far apart as numbers with the power 1.
         power = jnp.maximum(stored_power, 1) + position
-        is_finite = (stored_power < _NOT_FINITE) & (power <= _MOST_POWER)
+        is_finite = (stored_power < _NOT_FINITE) & (power <= _MAX_POWER)
         power_in_integer = power & ((1 << shift) - 1)
         integer = (mantissa * digit) << power_in_integer
         integer = jnp.where(is_negative, -integer, integer)

@@ -20,8 +20,8 @@ from armillary.metrics._counts import CountingMetric, Counts
 from armillary.metrics._numbers import as_mask
 
 _HIGHEST = 20.0  # Probabilities in 32 bits are no nearer to 1 than a logit of 17.
-_MOST_TIED = 0.01
-_MOST_CLASSES = 2**15
+_MAX_TIED = 0.01
+_MAX_CLASSES = 2**15
 
 
 class _LabeledMetric(CountingMetric):
@@ -194,7 +194,7 @@ class AUC(_LabeledMetric):
             return float("nan")
 
         tied = negative @ positive / num_pairs
-        if tied > _MOST_TIED:
+        if tied > _MAX_TIED:
             logger.warning(
                 f"AUC: {100 * tied:.1f} % of the pairs of a positive and a negative "
                 "example have scores in one bucket, so the area under the ROC "
@@ -268,14 +268,14 @@ class ConfusionMatrix(_LabeledMetric):
         self, num_classes: int | None = None, *, threshold: float | None = None
     ) -> None:
         size = 2 if num_classes is None else num_classes
-        is_size = is_positive_int(size) and 2 <= size <= _MOST_CLASSES
+        is_size = is_positive_int(size) and 2 <= size <= _MAX_CLASSES
         is_number = threshold is None or _is_finite(threshold)
         is_one_given = (num_classes is None) != (threshold is None)
         is_valid = is_size and is_number
         if not (is_one_given and is_valid):
             raise ValueError(
                 f"`num_classes` is {num_classes!r} and `threshold` is {threshold!r}, "
-                f"but one of them must be given, 2 to {_MOST_CLASSES:,} classes or a "
+                f"but one of them must be given, 2 to {_MAX_CLASSES:,} classes or a "
                 "finite number. Use `num_classes=10` for scores of classes, or "
                 "`threshold=0.0` for one logit."
             )

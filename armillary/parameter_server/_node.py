@@ -30,9 +30,9 @@ _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
 # The chief counts as gone after this many connections in a row that fail.
-_MOST_MISSES = 5
+_MAX_MISSES = 5
 # A raylet may end by itself on a machine that is busy while it starts.
-_MOST_STARTS = 5
+_MAX_STARTS = 5
 _LOGS = "/tmp/ray/session_latest/logs"
 
 
@@ -83,16 +83,16 @@ class Server:
         ensure_visible()
         self._wait_for_chief()
         problem: str | None = None
-        for number in range(1, _MOST_STARTS + 1):
+        for number in range(1, _MAX_STARTS + 1):
             problem = self._take_part()
             if problem is None:
                 logger.info("%s | the chief has ended.", self._name)
                 return
             logger.warning(
-                "%s | %s (start %d of %d)", self._name, problem, number, _MOST_STARTS
+                "%s | %s (start %d of %d)", self._name, problem, number, _MAX_STARTS
             )
         raise ClusterError(
-            f"{self._name} at {self._address} has started Ray {_MOST_STARTS} times "
+            f"{self._name} at {self._address} has started Ray {_MAX_STARTS} times "
             f"without success. {problem} A machine without free memory or processor "
             "time is the usual reason: start this process again, and look at Ray's "
             f"logs in {_LOGS}."
@@ -128,7 +128,7 @@ class Server:
     def _watch(self, node: Any) -> str | None:
         """Waits for the end of the chief; returns the reason if Ray ends first."""
         num_misses = 0
-        while num_misses < _MOST_MISSES:
+        while num_misses < _MAX_MISSES:
             dead = node.dead_processes()
             if dead:
                 names = ", ".join(name for name, _ in dead)
@@ -139,7 +139,7 @@ class Server:
         return None
 
     def _chief_has_ended(self) -> bool:
-        for _ in range(_MOST_MISSES):
+        for _ in range(_MAX_MISSES):
             if _answers(self._chief):
                 return False
             time.sleep(_LOOK_SECONDS)
@@ -229,14 +229,14 @@ def _start_here() -> None:
         except Exception as error:
             ray.shutdown()
             problem = first_line(error)
-            if number == _MOST_STARTS:
+            if number == _MAX_STARTS:
                 raise ClusterError(
-                    f"Ray did not start on this machine in {_MOST_STARTS} attempts "
+                    f"Ray did not start on this machine in {_MAX_STARTS} attempts "
                     f"({problem}). Its logs are in {_LOGS}. A machine without free "
                     "memory or processor time is the usual reason."
                 ) from error
         logger.warning(
-            "ray | did not start: %s (start %d of %d)", problem, number, _MOST_STARTS
+            "ray | did not start: %s (start %d of %d)", problem, number, _MAX_STARTS
         )
     atexit.register(ray.shutdown)
     logger.info("ray | started on this machine, for as long as the program runs.")

@@ -27,7 +27,7 @@ _DEPTH = 2
 # Short calls share a message, up to this total time.
 _MESSAGE_SECONDS = 0.02
 # If a call loses this many workers in a row, the call itself is the cause.
-_MOST_LOSSES = 5
+_MAX_LOSSES = 5
 _RETRY_SECONDS = 0.2
 
 
@@ -117,7 +117,7 @@ class Scheduler:
             failed = [value for value in closure.awaited if value.has_failed]
             error = failed[0].future.exception() if failed else None
             if error is not None:
-                self._fail(closure, error)
+                self._note_first_error(closure, error)
             else:
                 self._open[closure.number] = closure
                 self._queue.append(closure)
@@ -328,7 +328,7 @@ class Scheduler:
                     error = status.error
                     if status.lost_server is not None:
                         error = self.server_group.note_lost(error, status.lost_server)
-                    self._fail(closure, error)
+                    self._note_first_error(closure, error)
                 else:
                     self.statistics.count(status.staleness)
                     closure.task.seconds = status.seconds
@@ -372,16 +372,16 @@ class Scheduler:
     def _count_loss(self, closure: Closure, error: Exception) -> None:
         """Gives up a call that has lost its worker too often."""
         closure.num_losses += 1
-        if closure.num_losses == _MOST_LOSSES:
+        if closure.num_losses == _MAX_LOSSES:
             message = (
                 f"Call {closure.number} of `{closure.task.name}` has lost its "
-                f"worker {_MOST_LOSSES} times in a row ({error}), so it is not "
+                f"worker {_MAX_LOSSES} times in a row ({error}), so it is not "
                 "run again. It may need more memory than a worker has: run "
                 "the function in this process, and look at Ray's logs."
             )
-            self._fail(closure, RuntimeError(message))
+            self._note_first_error(closure, RuntimeError(message))
 
-    def _fail(self, closure: Closure, error: BaseException) -> None:
+    def _note_first_error(self, closure: Closure, error: BaseException) -> None:
         """Remembers the first error, and cancels the calls that have not begun."""
         closure.fail(error)
         if self._error is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from armillary.plan._record import Memory, Plan, Variant
 
-_MOST_TENSORS = 5
+_MAX_TENSORS = 5
 # Parts of the path of an operation that every operation of a loop has.
 _AROUND = "call_exported/"  # The loop around a step, as it travels to the compiler.
 _CALLS = ("jit(", "jvp(", "transpose(")
@@ -96,7 +96,7 @@ def _list_peak(tensors: Iterable[Tensor]) -> list[tuple[str, str]]:
         sizes[key] += tensor.num_bytes
         counts[key] += 1
     rows: list[tuple[str, str]] = []
-    for (shape, made_by), size in sizes.most_common(_MOST_TENSORS):
+    for (shape, made_by), size in sizes.most_common(_MAX_TENSORS):
         count = counts[shape, made_by]
         several = f"{count} x " if count > 1 else ""
         name = "" if rows else "at the peak"

@@ -16,7 +16,7 @@ _SUFFIX = ".tmpl"
 _PLACEHOLDER = "my_project"
 _PACKAGE = "package"
 # With longer names, lines of the template would become too long.
-_MOST_LETTERS = 30
+_MAX_LETTERS = 30
 
 
 def check_new_folder(directory: Path) -> None:
@@ -42,8 +42,8 @@ def _find_problem(name: str) -> str | None:
         return "cannot be the name of a Python package"
     if keyword.iskeyword(name):
         return "is a keyword of Python"
-    if len(name) > _MOST_LETTERS:
-        return f"is longer than {_MOST_LETTERS} letters"
+    if len(name) > _MAX_LETTERS:
+        return f"is longer than {_MAX_LETTERS} letters"
     if name == "tests" or name in sys.stdlib_module_names:
         return "is the name of another package, which the program needs"
     spec = importlib.util.find_spec(name)

@@ -50,7 +50,7 @@ _CATEGORY_COLORS = {
 _EXTREMES = {"lowest": "#0072B2", "highest": "#D55E00"}
 _UNITS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_MOST_POINTS = 2000
+_MAX_POINTS = 2000
 _FEW_POINTS = 60
 
 
@@ -222,9 +222,9 @@ def _mark_extremes(figure: Any, points: Sequence[tuple[int, float]]) -> None:
 
 def thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Returns at most 2,000 points: the lowest and highest one of each stretch."""
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    most_stretches = _MOST_POINTS // 2
+    most_stretches = _MAX_POINTS // 2
     size = math.ceil(len(points) / most_stretches)
     kept: list[tuple[int, float]] = []
     for begin in range(0, len(points), size):

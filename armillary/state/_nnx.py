@@ -50,12 +50,12 @@ class NnxSlot(Slot):
         return isinstance(self.variable, nnx.Param)
 
     def axis_names(self) -> list[AxisNames | None]:
-        found = axis_names_of(self.annotations) if self.is_leaf else None
+        found = axis_names_of(self.annotations) if self.is_single_array else None
         return [found] * len(self.paths)
 
     def is_of_optimizer(self) -> list[bool]:
         is_of_optimizer = _is_of_optimizer(self.variable)
-        if self.is_leaf or is_of_optimizer:
+        if self.is_single_array or is_of_optimizer:
             return [is_of_optimizer] * len(self.paths)
         # A variable may hold the whole state of a transformation of Optax.
         return super().is_of_optimizer()

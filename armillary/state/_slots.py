@@ -43,8 +43,8 @@ ANY_ARRAY = object()
 
 
 # A look that begins at each level of a deep nest must not go to its end each time.
-_MOST_LEVELS = 16
-_MOST_LETTERS = 60  # of a value in a message
+_MAX_LEVELS = 16
+_MAX_LETTERS = 60  # of a value in a message
 
 
 def are_plain(values: Iterable[object]) -> bool:
@@ -69,7 +69,7 @@ def hold_no_arrays(values: Collection[object]) -> bool:
 def _are_nests_of_plain(values: Collection[object], nests: tuple[type, ...]) -> bool:
     """Returns whether values are plain, or nests of these types with plain values."""
     seen: set[int] = set()  # A list can hold itself.
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         kinds = set(map(type, values))
         if kinds <= PLAIN:
             return True
@@ -216,7 +216,7 @@ def has_trait(value: Any, trait: Trait) -> bool:
 class Slot:
     """One place that holds an array, or a pytree with arrays.
 
-    Only the arrays of the pytree may change. `is_leaf` returns whether a part of the
+    Only the arrays of the pytree may change. `stops_at` returns whether a part of the
     value is a slot or an object of its own, and `is_state` whether a leaf is an array
     to carry. `paths` has a path for each of these arrays.
     """
@@ -233,7 +233,7 @@ class Slot:
         *,
         get: Callable[[Any, Any], Any] = object.__getattribute__,
         put: Callable[[Any, Any, Any], None] = object.__setattr__,
-        is_leaf: Callable[[Any], bool] | None = None,
+        stops_at: Callable[[Any], bool] | None = None,
         is_state: Callable[[Any], bool] = is_array,
     ) -> None:
         self.source = source
@@ -241,7 +241,7 @@ class Slot:
         self.path = path
         self._get = get
         self._put = put
-        self._is_claimed = is_leaf
+        self._stops_at = stops_at
         self.key: Hashable = (id(source), name)
         self.annotations: dict[str, Any] = {}
 
@@ -251,7 +251,7 @@ class Slot:
             self.treedef = _LEAF
         else:
             entries, self.treedef = jax.tree_util.tree_flatten_with_path(
-                value, is_leaf=is_leaf
+                value, is_leaf=stops_at
             )
 
         leaves = [leaf for _, leaf in entries]
@@ -264,10 +264,10 @@ class Slot:
         self._static = [None if is_state(leaf) else leaf for leaf in leaves]
 
         # JAX flattens much faster without a Python function to call.
-        has_objects = is_leaf is not None and any(map(is_leaf, self._static))
-        self._is_leaf_if_any = is_leaf if has_objects else None
+        has_objects = stops_at is not None and any(map(stops_at, self._static))
+        self._stops_at_if_any = stops_at if has_objects else None
         # JAX also calls a node without leaves, such as `optax.MaskedNode()`, a leaf.
-        self.is_leaf = self.paths == (path,) and self.treedef == _LEAF
+        self.is_single_array = self.paths == (path,) and self.treedef == _LEAF
 
     def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
         """Returns the paths of the leaves, from the keys that JAX gives them."""
@@ -294,16 +294,16 @@ class Slot:
         value = self.get()
         if isinstance(value, jax.Array):
             return value
-        leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_leaf_if_any)
-        is_one_leaf = self.is_leaf and treedef == _LEAF
+        leaves, treedef = jax.tree.flatten(value, is_leaf=self._stops_at_if_any)
+        is_one_leaf = self.is_single_array and treedef == _LEAF
         return value if is_one_leaf else Held(treedef, leaves)
 
     def read(self) -> list[jax.Array]:
         """Returns the arrays, in the order of `paths`."""
         value = self.get()
-        if self.is_leaf and isinstance(value, jax.Array):
+        if self.is_single_array and isinstance(value, jax.Array):
             return [value]
-        leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_claimed)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=self._stops_at)
         if treedef != self.treedef and not self._is_alike(value, treedef):
             change = f"{self.path}: tree structure {self.treedef} became {treedef}"
             raise StateStructureError(change, changes=[change])
@@ -334,7 +334,7 @@ class Slot:
         values = list(self._static)
         for position, leaf in zip(self._positions, leaves, strict=True):
             values[position] = leaf
-        value = values[0] if self.is_leaf else self.treedef.unflatten(values)
+        value = values[0] if self.is_single_array else self.treedef.unflatten(values)
         self.put(value)
 
     def replace(self, raw: Any, leaves: Mapping[int, Any]) -> Any:
@@ -397,13 +397,13 @@ class Slot:
 
         flags: list[bool] = []
         for part in jax.tree.leaves(self.get(), is_leaf=is_part):
-            leaves = jax.tree.leaves(part, is_leaf=self._is_claimed)
+            leaves = jax.tree.leaves(part, is_leaf=self._stops_at)
             num_arrays = sum(map(self._is_state, leaves))
             flags += [is_optax_state(part)] * num_arrays
         return flags
 
     def _is_own(self, value: Any) -> bool:
-        return self._is_claimed is not None and self._is_claimed(value)
+        return self._stops_at is not None and self._stops_at(value)
 
     def _is_same(self, old: Any, new: Any) -> bool:
         if old is new:
@@ -448,8 +448,8 @@ def describe(leaf: PyTree) -> str:
     if has_shape and hasattr(leaf, "dtype"):
         return f"{leaf.dtype} {leaf.shape}"
     shown = repr(leaf)
-    if len(shown) > _MOST_LETTERS:
-        shown = f"{shown[:_MOST_LETTERS]}..."
+    if len(shown) > _MAX_LETTERS:
+        shown = f"{shown[:_MAX_LETTERS]}..."
     return f"{type(leaf).__name__} {shown}"
 
 

@@ -99,19 +99,19 @@ class TreeSlot(Slot):
         # Looking at the nodes around each leaf takes long, and few trees need it.
         has_statistics = any(_BATCH_STATISTICS in path for path in self.paths)
         may_have_kinds = has_statistics or "equinox" in sys.modules
-        if self.is_leaf or not may_have_kinds:
+        if self.is_single_array or not may_have_kinds:
             return super().kinds()
         return list(map(kind_of, self._leaves()))
 
     def axis_names(self) -> list[AxisNames | None]:
-        if self.is_leaf:
+        if self.is_single_array:
             return super().axis_names()
         return list(map(_axis_names_of, self._leaves()))
 
     def _leaves(self) -> list[Leaf]:
         """Returns the arrays of the pytree, each with the nodes around it."""
         # Not cached, because leaves hold tracers inside a step.
-        leaves = leaves_of(self.get(), self._is_claimed)
+        leaves = leaves_of(self.get(), self._stops_at)
         return [leaf for leaf in leaves if self._is_state(leaf.value)]
 
 
@@ -146,7 +146,7 @@ class PureSlot(TreeSlot):
         owner: "PureStateOwner",
     ) -> None:
         self.owner = owner
-        super().__init__(source, name, path, get=get, put=put, is_leaf=is_object)
+        super().__init__(source, name, path, get=get, put=put, stops_at=is_object)
 
     def _name_leaves(self, entries: Sequence[tuple[Any, Any]]) -> list[str]:
         value = self.get()

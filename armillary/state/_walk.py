@@ -206,7 +206,7 @@ class Walk:
         owner = self._owner_of_pure_state(task)
         if owner is not None:
             return PureSlot(part.source, name, path, get=get, put=put, owner=owner)
-        return TreeSlot(part.source, name, path, get=get, put=put, is_leaf=is_claimed)
+        return TreeSlot(part.source, name, path, get=get, put=put, stops_at=is_claimed)
 
     def _owner_of_pure_state(self, task: _Task) -> PureStateOwner | None:
         """Returns the trainer whose attribute `state` a task looks at."""

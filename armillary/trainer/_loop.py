@@ -257,13 +257,13 @@ class Loop:
             for num_done, _ in self._run(num_steps):
                 count += num_done
         except BaseException as error:
-            self.fail(error)
+            self.end_after_error(error)
             raise
         if (flat := self._programs.flat) is not None:
             self._guard.finish(count, flat.arrays)
         return count
 
-    def fail(self, error: BaseException) -> None:
+    def end_after_error(self, error: BaseException) -> None:
         """Ends a loop after an error; adds a note if there was a bad step before."""
         check = self.check()
         self._guard.health = None
@@ -313,22 +313,22 @@ class Loop:
             program = self._programs.get(chunk)
             most = program.most_steps if self._method.options.compile_loop else 1
             start = self.feed.offset
-            count, full = _count(chunk.ends[start:], most, remaining)
+            count, num_ended = _count_steps(chunk.ends[start:], most, remaining)
             # A program of one step has room for one result.
             first = start if program.is_nested else 0
             # If batches are not read ahead, the data may read the state before each
             # step.
-            is_seen = full == remaining or not self._reads_ahead
+            is_seen = num_ended == remaining or not self._reads_ahead
             arrays = self._start(flat, chunk, count, is_seen=is_seen)
             if remaining > 0:  # Otherwise, the end of the data is the end.
-                remaining -= full
+                remaining -= num_ended
             if not self._method.keep_results:
-                yield full, []
+                yield num_ended, []
                 continue
             # The code that gets the results may also read the state.
             flat.write_back()
             indices = range(first, first + count)
-            yield full, [program.results(arrays, index) for index in indices]
+            yield num_ended, [program.results(arrays, index) for index in indices]
 
     @_collection_paused()
     def _start(
@@ -416,15 +416,16 @@ def _find_batch_paths(chunk: Chunk, batches_per_step: Sequence[int]) -> list[str
     return paths
 
 
-def _count(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
+def _count_steps(ends: Sequence[bool], most: int, remaining: int) -> tuple[int, int]:
     """Returns the number of steps to run, and the number of these that end a batch."""
-    count = full = 0
+    count = 0
+    num_ended = 0
     for is_end in ends:
-        if count == most or full == remaining:
+        if count == most or num_ended == remaining:
             break
         count += 1
-        full += is_end
-    return count, full
+        num_ended += is_end
+    return count, num_ended
 
 
 def find_loop(setup: Setup, method: StepMethod) -> Loop:

@@ -28,7 +28,7 @@ from armillary.typing import PyTree
 from armillary.xla._compile import compile_step
 
 # Room for the outputs of loops that are one program.
-_MOST_OUTPUT_BYTES = 2**20
+_MAX_OUTPUT_BYTES = 2**20
 
 
 class _Inputs(NamedTuple):
@@ -327,7 +327,7 @@ def _count_room(hooks: Hooks) -> int:
     """Returns the number of loops whose outputs one program may hold."""
     types = hooks.end.result_types
     size = sum(aval.size * aval.dtype.itemsize for aval in types)
-    return _MOST_OUTPUT_BYTES // max(size, 1)
+    return _MAX_OUTPUT_BYTES // max(size, 1)
 
 
 def _empty(types: Sequence[Any], size: int) -> list[Any]:

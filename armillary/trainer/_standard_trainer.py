@@ -254,7 +254,7 @@ class StandardTrainer(Runner, AbstractTrainer):
             try:
                 output = loop.detach(self.train_loop_end())
             except BaseException as error:
-                loop.fail(error)
+                loop.end_after_error(error)
                 raise
             started = LoopsOnDevice(num_run, (), lambda _: [output], check)
             started.note_work(loop)

@@ -114,7 +114,8 @@ class StepPrograms(Programs[Program]):
         super().doubt(reason)
         self._traces.clear()
         # Hooks in the program are traced again, and hooks in Python stay there.
-        self._has_traced_hooks &= self.hooks is None
+        if self.hooks is not None:
+            self._has_traced_hooks = False
 
     def find_hooks(self) -> Hooks | None:
         """Finds the state, and the hooks of the trainer unless they stay in Python."""
@@ -295,7 +296,7 @@ class StepPrograms(Programs[Program]):
         if not self.current:
             self._check_first(step, flat, is_slow=is_slow)
         self._warn_of_sums(step, flat)
-        self._warnings.look(flat.state, step, chunk.active)
+        self._warnings.check(flat.state, step, chunk.active)
 
         return Program(
             step,

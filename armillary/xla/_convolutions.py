@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-MOST_TERMS = 64
+MAX_TERMS = 64
 """The most products or comparisons that replace one operation: an 8 by 8 window's."""
 
 PARAMETERS = frozenset(
@@ -70,7 +70,7 @@ def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> 
     _, _, *axes_of_positions = numbers.out_spec
     num_taps = math.prod(rhs.shape[axis] for axis in axes_of_window)
     num_positions = math.prod(out.shape[axis] for axis in axes_of_positions)
-    has_few_positions = num_positions <= MOST_TERMS
+    has_few_positions = num_positions <= MAX_TERMS
     if has_batch_groups:
         # In canonical order, convolutions with batch groups are not faster in a loop,
         # and up to 100 times slower outside.
@@ -79,7 +79,7 @@ def choose_form(parameters: Mapping[str, Any], lhs: Any, rhs: Any, out: Any) -> 
     if num_positions < num_taps and has_few_positions:
         return Form.BY_POSITION
     is_depthwise = rhs.shape[input_axis] == 1
-    if is_depthwise and num_taps <= MOST_TERMS:
+    if is_depthwise and num_taps <= MAX_TERMS:
         return Form.BY_TAP
     return as_one
 

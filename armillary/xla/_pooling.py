@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from armillary.xla._convolutions import MOST_TERMS, has_plain_shape, scaled, take
+from armillary.xla._convolutions import MAX_TERMS, has_plain_shape, scaled, take
 
 _NUM_PARAMETERS = 4
 
@@ -30,7 +30,7 @@ def is_supported(parameters: Mapping[str, Any], source: Any, operand: Any) -> bo
     if not is_maximum_or_minimum or not is_floating:
         return False
     num_taps = math.prod(parameters["window_dimensions"])
-    if num_taps > MOST_TERMS:
+    if num_taps > MAX_TERMS:
         return False
     return has_plain_shape(source) and has_plain_shape(operand)
 

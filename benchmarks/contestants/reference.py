@@ -16,7 +16,7 @@ from benchmarks.protocol import Options
 from benchmarks.tasks import Batch, Task
 
 # Longer chunks are no faster on the CPU: by then Python's time is hidden.
-_MOST_STEPS = 20
+_MAX_STEPS = 20
 
 
 class Reference(abc.ABC):
@@ -144,7 +144,7 @@ class ReferenceScan(Reference):
     def read(self) -> Iterator[Any]:
         """Yields chunks, of as many steps as divide a loop."""
         steps = self.options.steps_per_loop
-        most = min(steps, _MOST_STEPS)
+        most = min(steps, _MAX_STEPS)
         self.steps_per_call = next(n for n in range(most, 0, -1) if steps % n == 0)
         self.facts["steps_per_chunk"] = self.steps_per_call
         return read_chunks(self.task, self.options.data, self.steps_per_call)

@@ -45,7 +45,7 @@ def test_after_a_failure_the_first_process_still_finishes_its_save():
         writer = Writer(epath.Path("/runs"), None, None)
         writer._peers, writer._is_saving = peers, True
         writer._wait = lambda: waited.append(peers.index)
-        peers.fail(ValueError("something else"))
+        peers.announce_failure(ValueError("something else"))
         writer.sync()
 
     assert run_together(run) == [None, None]

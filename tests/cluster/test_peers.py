@@ -83,7 +83,7 @@ def test_a_failure_reaches_the_others_at_their_next_round(failing, count):
     def talk(peers: Peers) -> object:
         peers.gather("start", "")
         if peers.index == failing:
-            peers.fail(ValueError("no disk"))
+            peers.announce_failure(ValueError("no disk"))
         return peers.gather("end", "")
 
     outcomes = run_together(talk, count)
@@ -107,7 +107,7 @@ def test_a_failure_is_named_to_the_launcher(monkeypatch):
 
     def talk(peers: Peers) -> object:
         if peers.index == 1:
-            peers.fail(ValueError("no disk"))
+            peers.announce_failure(ValueError("no disk"))
         return peers.gather("end", "")
 
     run_together(talk)
@@ -144,7 +144,7 @@ def test_an_interrupt_of_a_waiting_process_is_sent_to_the_others():
         if peers.index == victim:
             # It has sent its value.
             peers._lifeline.send_entry(["value", "end", ""])
-            return peers.fail(KeyboardInterrupt())
+            return peers.announce_failure(KeyboardInterrupt())
         peers.gather("end", "")  # It may end before the failure is known.
         return peers.gather("after the end", "")
 

@@ -17,7 +17,7 @@ from armillary.goodput import Category, _journal, _stopwatch, read_goodput
 from armillary.report._run_files import read_run
 from tests.goodput.conftest import FakeClock
 from tests.patience import patience
-from tests.recovery.soak import MOST_UNKNOWN, audit
+from tests.recovery.soak import MAX_UNKNOWN, audit
 
 
 class Clock(FakeClock):
@@ -237,7 +237,7 @@ def test_totals_of_a_killed_and_restarted_run_add_up_to_the_wall_time(tmp_path):
     goodput = read_goodput(tmp_path)
     seconds = goodput.seconds
     # From the first line of the journal to the last, nothing is missing or twice there.
-    assert audit(tmp_path) < MOST_UNKNOWN
+    assert audit(tmp_path) < MAX_UNKNOWN
     assert goodput.total_seconds < 1.01 * (end - start)
     assert (goodput.num_attempts, goodput.num_steps) == (2, 60)
     assert goodput.num_lost_steps == 10

@@ -99,7 +99,7 @@ def test_finite_weights_and_weights_with_an_output_get_no_warning(
 
 
 def test_large_arrays_are_not_looked_at_when_small_ones_tell(caplog, monkeypatch):
-    monkeypatch.setattr(armillary.controller._warnings, "_MOST_BYTES", 4)
+    monkeypatch.setattr(armillary.controller._warnings, "_MAX_BYTES", 4)
     trainer = Trainer(make_strategy(1), np.nan)
     make(trainer).train(2)
     (message,) = warnings(caplog)

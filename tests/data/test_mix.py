@@ -92,7 +92,7 @@ def test_shares_of_the_first_rows_are_rounded_at_most(weights):
 
 def test_many_rows_are_chosen_in_parts(monkeypatch):
     expected = Proportions([5, 3, 2]).choose(7, 107)
-    monkeypatch.setattr(_proportions, "_MOST_ROWS", 16)
+    monkeypatch.setattr(_proportions, "_MAX_ROWS", 16)
     found = Proportions([5, 3, 2]).choose(7, 107)
     np.testing.assert_array_equal(found, expected)
 

@@ -191,7 +191,7 @@ def test_a_fingerprint_sees_each_changed_value(dtype):
 
 
 def test_a_fingerprint_of_large_arrays_reads_rows_from_end_to_end(monkeypatch):
-    monkeypatch.setattr(_arrays, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(_arrays, "_MAX_BYTES", 2**20)
     array = np.zeros((2**20 + 1, 1), np.int8)
     expected = from_arrays(array, batch_size=1).order_of_examples
     for row in (0, 2**20):

@@ -89,8 +89,8 @@ def test_a_slow_save_is_named_with_its_bytes(monkeypatch, phase, shown):
     run: Any = SimpleNamespace(goodput=SimpleNamespace(times=quick, mark=mark))
 
     stragglers = _stragglers.Stragglers(run)
-    stragglers.look(20)
-    stragglers.look(40)
+    stragglers.check(20)
+    stragglers.check(40)
 
     (text,) = warnings
     assert "Process 1 of 2 takes" in text

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 NAMES = re.compile(r"[a-zA-Z_][\w.]*")
 # The part that describes 0.3 and later. 0.1 has names of its own.
 RECENT = TEXT.partition("\n## [0.1.0]")[0]
-MOST_LINES = 120
+MAX_LINES = 120
 OPTIONAL = ("equinox", "jax", "optax")
 # Names that went, which the changelog lists with the line to write instead.
 GONE = {"summary.NoopSummaryManager"}
@@ -179,4 +179,4 @@ def test_each_release_in_the_changelog_has_a_date():
 
 def test_the_recent_part_of_the_changelog_is_short():
     lines = RECENT.partition("\n## ")[2].splitlines()
-    assert len(lines) <= MOST_LINES, "Move details to docs/reference/upgrading.md."
+    assert len(lines) <= MAX_LINES, "Move details to docs/reference/upgrading.md."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.left_out import MOST_LINES, summarize
+from tests.left_out import MAX_LINES, summarize
 from tests.patience import FACTOR, patience, wait_until
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -102,12 +102,12 @@ def test_waiting_ends_at_the_event_or_names_it(monkeypatch):
 def test_the_summary_of_left_out_tests_has_at_most_five_lines():
     reasons = [f"Skipped: reason {number // 3}. More." for number in range(30)]
     lines = summarize(1200, "not slow", reasons)
-    assert len(lines) == MOST_LINES
+    assert len(lines) == MAX_LINES
     assert lines[0] == "1,200 tests marked `slow`: `make test-all` runs all tests."
     assert lines[1] == "3 tests: reason 0."
     assert "21 tests: 7 other reasons" in lines[-1]
     assert summarize(0, "", []) == []
-    assert len(summarize(0, "", reasons[:15])) == MOST_LINES
+    assert len(summarize(0, "", reasons[:15])) == MAX_LINES
 
 
 def test_a_long_reason_is_one_line():

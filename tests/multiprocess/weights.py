@@ -21,7 +21,7 @@ decoder = load_example("decoder.model")
 families = load_example("decoder.families")
 RULES = {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 RULES |= {"tokens": None, "blocks": None}
-MOST_BYTES = 3_000
+MAX_BYTES = 3_000
 
 
 def make_model(strategy: Any, folder: Path) -> tuple[nnx.Module, pretrained.Names]:
@@ -67,7 +67,7 @@ def weights(source: str, new: str, tuned: str, tokens: list[Any]) -> dict[str, A
     own, whole = count_own_bytes(model)
     found: dict[str, Any] = {"read": sum(read_bytes), "own": own, "whole": whole}
     found["logits"] = compute(strategy, model, tokens)
-    paths = pretrained.save(model, new, names, max_file_bytes=MOST_BYTES)
+    paths = pretrained.save(model, new, names, max_file_bytes=MAX_BYTES)
     found["files"] = [Path(path).name for path in paths]
 
     # The last process has a full disk.

@@ -301,7 +301,7 @@ def test_calls_of_lost_workers_run_again_and_none_twice(
 
 @pytest.mark.slow
 def test_a_call_that_ends_its_worker_is_not_run_for_ever(coordinator, monkeypatch):
-    monkeypatch.setattr(_scheduler, "_MOST_LOSSES", 2)
+    monkeypatch.setattr(_scheduler, "_MAX_LOSSES", 2)
     value = coordinator.schedule(lambda: os._exit(1))
     after = coordinator.schedule(lambda: 1)
     with pytest.raises(RuntimeError, match=r"lost its worker 2 times .* not run again"):

@@ -269,7 +269,7 @@ def test_a_node_that_ends_is_started_again(monkeypatch, starts, caplog):
 
 
 def test_a_node_that_never_starts_is_named(monkeypatch, starts):
-    starts += [TIMEOUT] * _node._MOST_STARTS
+    starts += [TIMEOUT] * _node._MAX_STARTS
     monkeypatch.setattr(_node, "_answers", lambda address: True)
     message = r"worker 0 at 127\.0\.0\.1:2 has started Ray .*The current node timed out"
     with pytest.raises(ClusterError, match=message):

@@ -43,7 +43,7 @@ FAULTS_PER_JOB = 12
 # The time that a fault may cost, and more if a limit has to pass first.
 PATIENCE_SECONDS = 120.0
 # Between two readings of clocks the system may give the core to another process.
-MOST_UNKNOWN = 1e-2
+MAX_UNKNOWN = 1e-2
 # A single process is not watched for these faults.
 UNSEEN = [("GIL", "import"), ("GIL", "join"), ("GIL", "end")]
 SCRIPT = """
@@ -268,7 +268,7 @@ class Job:
             if "damaged" in line and "is skipped, but not removed" not in line:
                 yield f"a checkpoint was torn: {line}"
         off = audit(directory)
-        if off > MOST_UNKNOWN:
+        if off > MAX_UNKNOWN:
             yield f"{off:.2%} of the time are in no book, or in two"
 
     def _measure(self) -> Iterator[tuple[Fault, Times]]:

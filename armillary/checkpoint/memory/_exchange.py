@@ -34,7 +34,7 @@ _SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 """The time between two looks of a server whether it has been closed."""
 _BLOCK_BYTES = 4 << 20
-_MOST_LINE = 1 << 16
+_MAX_LINE = 1 << 16
 
 
 class Address(NamedTuple):
@@ -108,11 +108,11 @@ class _Handler(socketserver.StreamRequestHandler):
         assert isinstance(self.server, _Server)
         self._folder = self.server.folder
         self._index = self.server.index
-        token = self.rfile.readline(_MOST_LINE).strip()
+        token = self.rfile.readline(_MAX_LINE).strip()
         if not hmac.compare_digest(token, self.server.token.encode()):
             return
         try:
-            while line := self.rfile.readline(_MOST_LINE):
+            while line := self.rfile.readline(_MAX_LINE):
                 request = json.loads(line)
                 place = Place(*map(int, request["place"]))
                 if request["word"] == "copy":
@@ -206,7 +206,7 @@ class Connection:
         self._ask("read", place, offset=offset, size=size)
         self._receive_answer()
         with self._naming():
-            count = int(self._stream.readline(_MOST_LINE))
+            count = int(self._stream.readline(_MAX_LINE))
             content = self._stream.read(count)
         if len(content) != count or count != size >= 0:
             raise ConnectionError(
@@ -229,7 +229,7 @@ class Connection:
     def _receive_answer(self) -> None:
         with self._naming():
             self._stream.flush()
-            line = self._stream.readline(_MOST_LINE)
+            line = self._stream.readline(_MAX_LINE)
             if not line:
                 raise ConnectionError("it has closed the connection")
         problem = json.loads(line)["problem"]

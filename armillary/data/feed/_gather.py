@@ -32,7 +32,7 @@ from armillary.data.sources._take import NO_ROW
 from armillary.typing import Batch, PyTree
 
 _ROWS = "rows"
-_MOST_ROWS = np.iinfo(np.int32).max
+_MAX_ROWS = np.iinfo(np.int32).max
 """The largest number of rows for the 32-bit integers of a device."""
 
 
@@ -217,11 +217,11 @@ def make_gather(
 def _check_can_stay(source: Source, layout: BatchLayout, *, is_shared: bool) -> None:
     """Raises if the arrays of a source cannot stay on the devices."""
     has_arrays = isinstance(source, ArrayDataset)
-    can_stay = has_arrays and source.num_examples <= _MOST_ROWS
+    can_stay = has_arrays and source.num_examples <= _MAX_ROWS
     if not can_stay:
         raise TypeError(
             f"`place_on_device` is True, but the source ({source.name}) has no "
-            f"arrays of at most {_MOST_ROWS} examples, as `from_arrays` has them. "
+            f"arrays of at most {_MAX_ROWS} examples, as `from_arrays` has them. "
             "Leave `place_on_device` out, and batches are sent from the host."
         )
     has_equal_arrays = is_shared or layout.stacked or layout.peers.is_alone

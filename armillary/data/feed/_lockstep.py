@@ -39,7 +39,7 @@ from armillary.data.sources._batch import canonical_dtype, describe_shapes
 from armillary.errors import BatchSizeError, PeerError
 from armillary.typing import PyTree
 
-MOST_OFFERS = 10
+MAX_OFFERS = 10
 """The number of pieces of a process that are read ahead and agreed on together."""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from armillary.data.feed._ahead import Peekable, read_ahead
 from armillary.data.feed._input import Input
-from armillary.data.feed._lockstep import MOST_OFFERS, Lockstep
+from armillary.data.feed._lockstep import MAX_OFFERS, Lockstep
 from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.data.feed._split import Splitter
@@ -34,7 +34,7 @@ class BatchReader:
             )
         self.data = data
         self._in_pieces = in_pieces
-        self._most_offers = MOST_OFFERS if reads_ahead else 1
+        self._most_offers = MAX_OFFERS if reads_ahead else 1
         self._reads_ahead = reads_ahead
         self.used = position  # the position after the last batch that was used
         self.open(position, batches)

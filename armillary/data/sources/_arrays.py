@@ -125,7 +125,7 @@ class IndexedDataset(abc.ABC):
         }
         if self.shuffle_seed is not None:
             # A release of NumPy may shuffle differently.
-            some = make_order(_MOST_SHUFFLED, 0)
+            some = make_order(_MAX_SHUFFLED, 0)
             order["shuffle of NumPy"] = fingerprint(np.asarray(some, np.int64))
         return {**order, **self.fingerprints()}
 
@@ -295,11 +295,11 @@ class IndexedIterator:
         self._go_to(epoch, index)
 
 
-_MOST_SHUFFLED = 1024
+_MAX_SHUFFLED = 1024
 """The numbers whose shuffle shows whether NumPy shuffles as at a save."""
-_MOST_BYTES = 2**28
+_MAX_BYTES = 2**28
 """A fingerprint reads arrays up to this size completely, in a tenth of a second."""
-_MOST_ROWS = 1024
+_MAX_ROWS = 1024
 
 
 def from_arrays(
@@ -379,7 +379,7 @@ class ArrayDataset(IndexedDataset):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             name = f"array {path}".strip()  # An array alone has an empty path.
             rows = array
-            if array.nbytes > _MOST_BYTES:
-                rows = np.take(array, self.spaced_rows(_MOST_ROWS), axis=0)
+            if array.nbytes > _MAX_BYTES:
+                rows = np.take(array, self.spaced_rows(_MAX_ROWS), axis=0)
             found[name] = f"{array.dtype} {array.shape} {fingerprint(rows)}"
         return found

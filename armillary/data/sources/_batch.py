@@ -11,7 +11,7 @@ from armillary._checks import list_lines
 from armillary.errors import BatchSizeError
 from armillary.typing import Batch, PyTree
 
-_MOST_LISTED = 10
+_MAX_LISTED = 10
 _ROWS = (
     "A list of rows becomes an array for each column: "
     "`{name: np.array([float(row[name]) for row in rows]) for name in names}`."
@@ -227,4 +227,4 @@ def named_leaves(batch: PyTree) -> list[tuple[str, Any]]:
 
 
 def _list(lines: list[str]) -> str:
-    return list_lines(lines, _MOST_LISTED)
+    return list_lines(lines, _MAX_LISTED)

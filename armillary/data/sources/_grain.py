@@ -18,7 +18,7 @@ from armillary.typing import Batch
 
 _BATCH_FUNCTIONS = ("make_batch", "_MakeBatchParallel")
 """The functions of Grain that stack examples."""
-_MOST_COMPARED = 1024
+_MAX_COMPARED = 1024
 """A fingerprint reads some of so many examples, because a dataset may have no end."""
 _NUM_THREADS = 16
 """The number of threads with which Grain iterates over a `MapDataset`."""
@@ -114,7 +114,7 @@ class GrainRows(RandomAccessDataset):
         return len(source)
 
     def spaced_rows(self, count: int) -> np.ndarray:
-        num_examples = min(self.num_examples, _MOST_COMPARED)
+        num_examples = min(self.num_examples, _MAX_COMPARED)
         count = min(count, num_examples)
         return np.linspace(0, num_examples - 1, count).astype(int)
 

@@ -34,7 +34,7 @@ from armillary.typing import Batch
 
 _STATE_DICT = ("__iter__", "state_dict", "load_state_dict")
 """The methods of loaders that keep a position themselves."""
-_MOST_READ = 16
+_MAX_READ = 16
 """The number of examples of a `datasets.Dataset` that a fingerprint reads."""
 
 
@@ -299,5 +299,5 @@ class HuggingFaceDataset(IndexedDataset):
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of some stored examples, without the transform."""
         stored = self._dataset.with_format("arrow")
-        some = stored[self.spaced_rows(_MOST_READ)].to_pylist()
+        some = stored[self.spaced_rows(_MAX_READ)].to_pylist()
         return {"rows": fingerprint(repr(some).encode())}

@@ -32,7 +32,7 @@ from armillary.data.sources._weights import Schedule, check_weights
 from armillary.errors import DatasetStateError
 from armillary.typing import Batch, PyTree
 
-_MOST_LETTERS = 200
+_MAX_LETTERS = 200
 """The letters of weights that processes send each other."""
 _PLAIN = (1, None, False, False)
 """The options of a dataset of which only the examples are used."""
@@ -206,7 +206,7 @@ class MixedDataset(IndexedDataset):
         # Not in the order of a position, because later weights may change in a
         # resumed run: the state counts the used rows of each source instead.
         weights = repr(self._schedule.values)
-        shown = f"{weights:.{_MOST_LETTERS}}"
+        shown = f"{weights:.{_MAX_LETTERS}}"
         if shown != weights:
             shown += f"... {fingerprint(weights.encode())}"
         return {**super().shared_options, "weights": shown}

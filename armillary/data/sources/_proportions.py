@@ -30,7 +30,7 @@ import numpy as np
 _BITS = 40
 _SCALE = 2**_BITS
 """The sum of all weights as integers: 2**40 rows are exact to half a row."""
-_MOST_ROWS = 2**20
+_MAX_ROWS = 2**20
 """The rows of one computation, whose products then fit into 64 bits."""
 
 
@@ -101,8 +101,8 @@ class Proportions:
         # An empty part first, because nothing cannot be joined.
         choices = [np.zeros(0, np.int64)]
         before = [np.zeros(0, np.int64)]
-        for first in range(start, stop, _MOST_ROWS):
-            last = min(first + _MOST_ROWS, stop)
+        for first in range(start, stop, _MAX_ROWS):
+            last = min(first + _MAX_ROWS, stop)
             own, counts = self._choose(first, last)
             choices.append(own)
             before.append(counts)
@@ -143,7 +143,7 @@ def _divide(
     Args:
         node: The node that has these rows.
         count: A number of rows, below 2**62.
-        more: Further rows, at most `_MOST_ROWS`, in rising order.
+        more: Further rows, at most `_MAX_ROWS`, in rising order.
     """
     if node.parts is None:
         assert node.choice is not None

@@ -18,7 +18,7 @@ from armillary.data.sources._examples import (
 from armillary.data.sources._take import check_rows
 from armillary.typing import Batch, PyTree
 
-_MOST_READ = 16
+_MAX_READ = 16
 """The number of examples that a fingerprint reads."""
 _AT_ONCE = 64
 """The number of examples to ask `__getitems__` for."""
@@ -175,7 +175,7 @@ class RandomAccessDataset(IndexedDataset):
         return {"rows": first, **made} if is_same else made
 
     def _fingerprint_rows(self) -> str:
-        rows = self.read_rows(self.spaced_rows(_MOST_READ))
+        rows = self.read_rows(self.spaced_rows(_MAX_READ))
         return fingerprint(*jax.tree.leaves(rows))
 
 

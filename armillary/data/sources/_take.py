@@ -13,7 +13,7 @@ from armillary.typing import Batch, PyTree
 NO_ROW = -1
 """The number of a row that no step uses."""
 _ALIGNMENT_BYTES = 64
-_MOST_LISTED = 10
+_MAX_LISTED = 10
 
 
 def take_rows(
@@ -112,7 +112,7 @@ def check_rows(
     raise TypeError(
         f"{get_name()} has other types than example 0, but all examples must have the "
         "same structure, shapes and dtypes:\n"
-        f"{list_lines(lines, _MOST_LISTED)}\n"
+        f"{list_lines(lines, _MAX_LISTED)}\n"
         "Convert the examples in the dataset: pad lists to one length, and give "
         "numbers a dtype, as in `np.asarray(value, np.float32)`."
     )

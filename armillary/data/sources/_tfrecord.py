@@ -23,12 +23,12 @@ from armillary.typing import Batch
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
-_MOST_READ = 64
+_MAX_READ = 64
 """The number of records that a fingerprint reads."""
 
 _AT_ONCE = 2**20
 """The number of bytes to read together; small batches share a read."""
-_MOST_GAP = 2**12
+_MAX_GAP = 2**12
 """Records up to this many bytes apart share a read, which is faster than two reads."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -135,7 +135,7 @@ class TFRecordDataset(IndexedDataset):
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a checksum of the sizes of all records, and of some contents."""
-        data, begins, ends = self._read(self.spaced_rows(_MOST_READ))
+        data, begins, ends = self._read(self.spaced_rows(_MAX_READ))
         some = _cut(data, begins, ends)
         return {"records": fingerprint(self._places[:, 1], *some)}
 
@@ -215,7 +215,7 @@ def _join_reads(
     stops = offsets + sizes + _FOOTER.size
     gaps = offsets[1:] - stops[:-1]
     is_same_file = files[1:] == files[:-1]
-    is_near = (gaps >= 0) & (gaps <= _MOST_GAP) & is_same_file
+    is_near = (gaps >= 0) & (gaps <= _MAX_GAP) & is_same_file
     begins_read = ~np.append(False, is_near)
     first = np.flatnonzero(begins_read)
     last = np.append(first[1:], len(files)) - 1

@@ -154,8 +154,8 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
 
     def mix(self, equation: Any, operands: list[Origin]) -> Origin:
         """Returns the origin of a result; notes numbers along an axis of examples."""
-        both = self.join(operands)
-        is_gradient = both.is_gradient or self.is_backward(equation)
+        joined = self.join(operands)
+        is_gradient = joined.is_gradient or self.is_backward(equation)
 
         # The axes of the result along which there are numbers and examples.
         numbers: set[tuple[str, int]] = set()
@@ -169,8 +169,8 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
                 for new_axis in axes_of_result(equation, index, axis):
                     numbers.add((line, new_axis))
 
-        if not both.is_own:
-            return both._replace(numbers=frozenset(numbers), is_gradient=is_gradient)
+        if not joined.is_own:
+            return joined._replace(numbers=frozenset(numbers), is_gradient=is_gradient)
 
         # A shuffle sorts random numbers, and may use the same order on all replicas.
         if equation.primitive.name != "sort":
@@ -179,7 +179,7 @@ class _DrawDataflow(ReplicaDataflow[Origin]):
         return Origin(
             is_own=True,
             examples=frozenset(examples),
-            is_meant=both.is_meant,
+            is_meant=joined.is_meant,
             is_gradient=is_gradient,
         )
 

@@ -62,13 +62,13 @@ def divide(
     return labels
 
 
-def follow_keys(name: str, both: Facts) -> set[Label]:
+def follow_keys(name: str, joined: Facts) -> set[Label]:
     """Returns the labels of random keys that change their form."""
     if name == "random_wrap":
-        raw_keys = both.only(LabelKind.RAW_KEY)
+        raw_keys = joined.only(LabelKind.RAW_KEY)
         return {label._replace(kind=LabelKind.KEY) for label in raw_keys}
-    if name == "random_unwrap" and not both.reasons:
-        keys = both.only(LabelKind.KEY)
+    if name == "random_unwrap" and not joined.reasons:
+        keys = joined.only(LabelKind.KEY)
         return {label._replace(kind=LabelKind.RAW_KEY) for label in keys}
     return set()
 
@@ -111,32 +111,32 @@ def find_lost(
         is_backward: Whether it is in a backward pass.
         is_report: Whether it multiplies a scalar by the number of replicas.
     """
-    both = join_facts(operands)
+    joined = join_facts(operands)
     own = [operand for operand in operands if operand.reasons]
     lost: set[Label] = set()
     if own and not is_backward:
         # A product of an equal gradient and a differing value is not a gradient:
         # for example, the slope in a line search.
-        lost |= both.only(LabelKind.OF_REDUCED) - join_facts(own).labels
+        lost |= joined.only(LabelKind.OF_REDUCED) - join_facts(own).labels
     if not all(operand.find(LabelKind.DRAWN) for operand in own):
-        lost |= both.only(LabelKind.DRAWN)
+        lost |= joined.only(LabelKind.DRAWN)
 
     if name in ADDITIONS:
         # Equal operands do not count, such as the zeros that a sum begins with.
         kinds = (LabelKind.OF_REDUCED, LabelKind.DIVIDED)
         is_all = all(operand.only(*kinds) for operand in own)
-        return lost if is_all else both.only(LabelKind.OF_REDUCED)
+        return lost if is_all else joined.only(LabelKind.OF_REDUCED)
 
     is_product = name in PRODUCTS
     divided = [operand for operand in operands if operand.find(LabelKind.DIVIDED)]
     is_by_divisor = name == "div" and operands[1].find(LabelKind.DIVISOR)
     was_reduced_first = all(operand.find(LabelKind.REDUCED) for operand in divided)
     if is_by_divisor or not was_reduced_first:
-        lost |= both.only(LabelKind.REDUCED)  # divided after it was reduced
+        lost |= joined.only(LabelKind.REDUCED)  # divided after it was reduced
 
     is_square = is_product and len(divided) == len(operands)
     if (is_report or is_square) and not is_backward:
-        lost |= both.only(LabelKind.DIVIDED)
+        lost |= joined.only(LabelKind.DIVIDED)
     if is_product and all(operand.find(LabelKind.NOISED) for operand in operands):
-        lost |= both.only(LabelKind.NOISED)
+        lost |= joined.only(LabelKind.NOISED)
     return lost

@@ -306,9 +306,9 @@ class Proof(ReplicaDataflow[Facts]):
 
     def mix(self, equation: Any, operands: list[Facts]) -> Facts:
         """Returns all reasons of the operands, and the labels that the result keeps."""
-        both = self.join(operands)
-        reasons = both.reasons
-        labels = both.labels | self._new_labels(equation, both)
+        joined = self.join(operands)
+        reasons = joined.reasons
+        labels = joined.labels | self._new_labels(equation, joined)
         if not labels or not equation.outvars:
             return Facts(reasons)  # the usual case
 
@@ -325,19 +325,19 @@ class Proof(ReplicaDataflow[Facts]):
         is_report = name == "mul" and self._is_report(equation)
         kept = {label for label in labels if goes_through(label, name, dtype, reasons)}
         if not is_backward and not keeps_scale(name):
-            kept -= both.only(LabelKind.AVERAGED)
-        kept |= follow_keys(name, both)
+            kept -= joined.only(LabelKind.AVERAGED)
+        kept |= follow_keys(name, joined)
         kept -= find_lost(name, operands, is_backward=is_backward, is_report=is_report)
 
         if name in DRAWS and not reasons:
             self._note(equation, operands[0], [LabelKind.KEY])
         return Facts(reasons, frozenset(kept))
 
-    def _new_labels(self, equation: Any, both: Facts) -> frozenset[Label]:
+    def _new_labels(self, equation: Any, joined: Facts) -> frozenset[Label]:
         """Returns the labels that do not depend on labels of the operands."""
         labels: frozenset[Label] = frozenset()
-        is_marked = bool(both.only(LabelKind.GRADIENT))
-        if both.reasons and not is_marked and self.is_backward(equation):
+        is_marked = bool(joined.only(LabelKind.GRADIENT))
+        if joined.reasons and not is_marked and self.is_backward(equation):
             labels |= self._labels(LabelKind.GRADIENT, equation)
         if equation.primitive.name in DRAWS:
             labels |= self._labels(LabelKind.DRAWN, equation)

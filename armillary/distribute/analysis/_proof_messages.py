@@ -7,7 +7,7 @@ from armillary._checks import list_lines
 from armillary.distribute.analysis._labels import Facts, Label, LabelKind
 from armillary.errors import DoubleReductionError, ReplicaMismatchError
 
-_MOST_PATTERNS = 4
+_MAX_PATTERNS = 4
 _MEAN = '`armillary.all_reduce("mean", gradients)`'
 # Every text takes `where`, `origin` and `count`; the text about keys takes `as_meant`.
 _WRONG = {
@@ -190,8 +190,8 @@ def _as_kinds(paths: Iterable[str], kind: str = "none") -> str:
         f'r"{_pattern_of(parent, children)}": "{kind}"'
         for parent, children in names.items()
     ]
-    if len(entries) > _MOST_PATTERNS:
-        entries = [*entries[:_MOST_PATTERNS], "..."]
+    if len(entries) > _MAX_PATTERNS:
+        entries = [*entries[:_MAX_PATTERNS], "..."]
     return f"kinds={{{', '.join(entries)}}}"
 
 

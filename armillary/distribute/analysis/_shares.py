@@ -244,104 +244,106 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
         except for the lasting causes, because normalization is accepted.
         """
         name = equation.primitive.name
-        both = self.join(operands)
-        divisors = both.divisors | divisors_in(equation)
-        both = both._replace(
+        joined = self.join(operands)
+        divisors = joined.divisors | divisors_in(equation)
+        joined = joined._replace(
             divisors=divisors,
-            is_gradient=both.is_gradient or self.is_backward(equation),
+            is_gradient=joined.is_gradient or self.is_backward(equation),
             totals=keep_totals(equation, operands),
         )
         if not equation.outvars:  # as of a print
-            return both
-        if both.reach is Reach.EQUAL:
+            return joined
+        if joined.reach is Reach.EQUAL:
             # A sum of ones may be a number of examples.
             is_sum = name in SUMS and not equation.outvars[0].aval.shape
-            return both._replace(divisors=divisors | {ANY}) if is_sum else both
+            return joined._replace(divisors=divisors | {ANY}) if is_sum else joined
 
         # Only a value that is equal on all replicas has totals.
-        both = both._replace(totals=frozenset())
+        joined = joined._replace(totals=frozenset())
         if divides_by_own(equation, operands):
-            both = both._replace(divisors=both.divisors | {ANY})
-        if both.is_carried and bends(equation, operands):
-            both = self._with_cause(both, CauseKind.LOOP, equation)
-        if both.reach is Reach.REDUCED:
-            return self._mix_reduced(equation, operands, both)
+            joined = joined._replace(divisors=joined.divisors | {ANY})
+        if joined.is_carried and bends(equation, operands):
+            joined = self._with_cause(joined, CauseKind.LOOP, equation)
+        if joined.reach is Reach.REDUCED:
+            return self._mix_reduced(equation, operands, joined)
 
-        causes = self._keep_causes(equation, operands, both)
-        both = both._replace(causes=causes, combined=frozenset())
-        if both.reach is not Reach.EXAMPLES:
-            return both._replace(axes=frozenset())
+        causes = self._keep_causes(equation, operands, joined)
+        joined = joined._replace(causes=causes, combined=frozenset())
+        if joined.reach is not Reach.EXAMPLES:
+            return joined._replace(axes=frozenset())
         if not self.is_backward(equation):
-            both = self._look_at_statistics(equation, operands, both)
-        return self._mix_examples(equation, operands, both)
+            joined = self._look_at_statistics(equation, operands, joined)
+        return self._mix_examples(equation, operands, joined)
 
     def _keep_causes(
-        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+        self, equation: Any, operands: list[ShareFacts], joined: ShareFacts
     ) -> frozenset[Cause]:
         """Returns the causes that stay with values of single examples.
 
         Statistics of a share may normalize examples, also after a dropout, which is not
         followed.
         """
-        kept = {cause for cause in both.causes if cause.kind in LASTING}
+        kept = {cause for cause in joined.causes if cause.kind in LASTING}
         has_examples = any(operand.reach is Reach.EXAMPLES for operand in operands)
         if not has_examples:
             for operand in operands:
                 if operand.reach is Reach.UNKNOWN:
                     kept |= operand.causes
         if keeps_differences(equation):
-            kept |= {cause for cause in both.causes if cause.kind is CauseKind.VARIANCE}
+            kept |= {
+                cause for cause in joined.causes if cause.kind is CauseKind.VARIANCE
+            }
         return frozenset(kept)
 
     def _look_at_statistics(
-        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+        self, equation: Any, operands: list[ShareFacts], joined: ShareFacts
     ) -> ShareFacts:
         """Adds the cause that lies in how examples meet statistics of their share."""
         if weighs_examples(equation, operands):
-            return self._with_cause(both, CauseKind.WEIGHTS, equation)
+            return self._with_cause(joined, CauseKind.WEIGHTS, equation)
         if uses_gradient(operands):
-            return self._with_cause(both, CauseKind.GRADIENT, equation)
+            return self._with_cause(joined, CauseKind.GRADIENT, equation)
         if depends_on_order(equation, operands):
-            return self._with_cause(both, CauseKind.ORDER, equation)
+            return self._with_cause(joined, CauseKind.ORDER, equation)
         if is_difference(equation, operands):
-            return self._with_cause(both, CauseKind.VARIANCE, equation)
-        return both
+            return self._with_cause(joined, CauseKind.VARIANCE, equation)
+        return joined
 
     def _mix_reduced(
-        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+        self, equation: Any, operands: list[ShareFacts], joined: ShareFacts
     ) -> ShareFacts:
         """Returns the facts of an operation on statistics of a share."""
         name = equation.primitive.name
         made = equation.outvars[0].aval
         if made.dtype == jnp.bool_:
-            return both._replace(causes=frozenset())
+            return joined._replace(causes=frozenset())
 
         is_backward = self.is_backward(equation)
         if is_backward and is_of_statistics(equation, operands):
-            return self._with_cause(both, CauseKind.LOSS, equation)
+            return self._with_cause(joined, CauseKind.LOSS, equation)
         if is_backward and made.shape:
             # The derivative of a product with statistics, as of batch normalization.
             gradients = [operand for operand in operands if operand.is_gradient]
             is_of_both = 0 < len(gradients) < len(operands)
             if is_of_both and name in (*PRODUCTS, "div"):
-                return both._replace(causes=self.join(gradients).causes)
+                return joined._replace(causes=self.join(gradients).causes)
         # The backward pass of a loss that is a nonlinear function begins with numbers.
         if is_backward and not made.shape:
-            both = both._replace(causes=_as_of_loss(both.causes))
+            joined = joined._replace(causes=_as_of_loss(joined.causes))
             if bends(equation, operands):
-                return self._with_cause(both, CauseKind.LOSS, equation)
+                return self._with_cause(joined, CauseKind.LOSS, equation)
 
         if bends(equation, operands):
             is_quotient = name == "div" and bool(operands[0].reach)
             kind = CauseKind.QUOTIENT if is_quotient else CauseKind.NONLINEAR
-            return self._with_cause(both, kind, equation)
+            return self._with_cause(joined, kind, equation)
         is_choice = name == "select_n" and not operands[0].reach
         is_linear = name in (*LINEAR, *PRODUCTS, "div", "integer_pow")
         is_kept = is_choice or is_linear
-        return both if is_kept else both._replace(reach=Reach.UNKNOWN)
+        return joined if is_kept else joined._replace(reach=Reach.UNKNOWN)
 
     def _mix_examples(
-        self, equation: Any, operands: list[ShareFacts], both: ShareFacts
+        self, equation: Any, operands: list[ShareFacts], joined: ShareFacts
     ) -> ShareFacts:
         """Returns the facts of an operation on examples, which may reduce over them."""
         # For each operand with examples, the axes of the result that they lie along.
@@ -361,22 +363,22 @@ class _ShareDataflow(ReplicaDataflow[ShareFacts]):
 
         axes = union(moved)
         if axes:
-            result = both._replace(axes=axes)
+            result = joined._replace(axes=axes)
             if _has_pairs(moved):
                 result = self._with_cause(result, CauseKind.PAIRS, equation)
             return result
         if not sizes:
             # A loop has taken the examples apart, so this is one of them.
-            return both._replace(axes=frozenset())
+            return joined._replace(axes=frozenset())
 
         # The result has no axis of examples, so the operation has reduced over them.
         reduced = ShareFacts(
             Reach.REDUCED,
-            causes=both.causes,
-            divisors=both.divisors,
-            sizes=both.sizes | sizes,
-            is_gradient=both.is_gradient,
-            is_carried=both.is_carried,
+            causes=joined.causes,
+            divisors=joined.divisors,
+            sizes=joined.sizes | sizes,
+            is_gradient=joined.is_gradient,
+            is_carried=joined.is_carried,
         )
         name = equation.primitive.name
         if name in SUMS:

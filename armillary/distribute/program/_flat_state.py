@@ -201,7 +201,7 @@ class FlatState:
         others: list[_Place] = []
         for place in state.ranges:
             slot, _, _ = place
-            is_variable = slot.is_leaf and slot.variable is not None
+            is_variable = slot.is_single_array and slot.variable is not None
             if is_variable:
                 adapter = adapter_of(slot.variable)
                 by_library.setdefault(adapter, []).append(place)

@@ -19,7 +19,7 @@ _READING = {
     "the evaluator": "return it from `eval_step`, for `eval_reduce`",
     "the function": "return it, and read it after the call",
 }
-_MOST_ARRAYS = 20
+_MAX_ARRAYS = 20
 # Parts of error messages, and the note to add.
 _MISTAKES = {
     "StepIterator": "The step gets an iterator, and takes each batch from it: "
@@ -133,8 +133,8 @@ def _describe_batch(step_name: str, arguments: tuple[PyTree, ...]) -> str:
         shape = leaf.shape[1:] if is_stacked else leaf.shape
         array = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
         shown.append(f"{name}: {array}" if name else array)
-    if len(shown) > _MOST_ARRAYS:
-        shown[_MOST_ARRAYS:] = [f"and {len(shown) - _MOST_ARRAYS} more"]
+    if len(shown) > _MAX_ARRAYS:
+        shown[_MAX_ARRAYS:] = [f"and {len(shown) - _MAX_ARRAYS} more"]
     where = " on each replica" if is_stacked else ""
     return f"The batch that `{step_name}` was traced with{where}: {', '.join(shown)}."
 

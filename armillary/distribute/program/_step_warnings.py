@@ -61,7 +61,7 @@ class MetricWarnings:
         self._batches: set[Any] = set()
         self._is_done = num_replicas == 1 and not is_evaluation
 
-    def look(self, state: State, step: TracedStep, active: Any = None) -> None:
+    def check(self, state: State, step: TracedStep, active: Any = None) -> None:
         """Checks a program of the step, for batches on the `active` replicas."""
         if self._is_done:
             return

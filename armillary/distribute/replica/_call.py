@@ -15,7 +15,7 @@ from armillary.errors import ReplicaContextError
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
-_MOST_PATHS = 3
+_MAX_PATHS = 3
 
 
 class Call:
@@ -105,8 +105,8 @@ class Call:
             return
         if is_in_inner_trace():
             paths = [self._state.paths[i] for i in self.changed]
-            shown = ", ".join(paths[:_MOST_PATHS])
-            if len(paths) > _MOST_PATHS:
+            shown = ", ".join(paths[:_MAX_PATHS])
+            if len(paths) > _MAX_PATHS:
                 shown += " and more"
             raise ReplicaContextError(
                 f"`strategy.run` of `{self.name}` was called inside `jax.jit`, "
