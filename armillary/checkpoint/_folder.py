@@ -172,7 +172,10 @@ def read_header(path: epath.Path) -> Saved | str:
         return f"`{HEADER}` cannot be read ({type(error).__name__}: {error})"
     except BAD_JSON:
         return f"`{HEADER}` has changed since it was written"
-    for item in ("manifest", "arrays") if saved.has_arrays else ("manifest",):
+    items = ["manifest"]
+    if saved.has_arrays:
+        items.append("arrays")
+    for item in items:
         if not (path / item).is_dir():
             return f"`{item}` is missing"
     return saved

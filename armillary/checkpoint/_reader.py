@@ -112,20 +112,20 @@ def restore(
 
 def _check_is_known(folder: epath.Path) -> None:
     """Raises if another release, or another library, wrote an undamaged folder."""
-    problem = read_header(folder)
-    if not isinstance(problem, Saved):
+    found = read_header(folder)
+    if not isinstance(found, Saved):
         raise CheckpointError(
             f"`path` is {str(folder)!r}, which is not damaged, but cannot be read: "
-            f"{problem}. Use the release that wrote it. Nothing was restored."
+            f"{found}. Use the release that wrote it. Nothing was restored."
         )
 
 
 def _check_is_checkpoint(folder: epath.Path) -> None:
-    problem = read_header(folder)
+    found = read_header(folder)
     # A header that exists but is wrong counts as damage, which is reported later.
-    if isinstance(problem, Saved) or (folder / "header").exists():
+    if isinstance(found, Saved) or (folder / "header").exists():
         return
-    reason = f"{problem}" if folder.exists() else "it does not exist"
+    reason = f"{found}" if folder.exists() else "it does not exist"
     raise CheckpointError(
         f"`path` is {str(folder)!r}, which is not a complete checkpoint: {reason}. "
         f"{_suggest_checkpoints(folder)}"
@@ -162,8 +162,9 @@ def _find_latest(directory: epath.Path, peers: Peers) -> epath.Path | None:
             break
         damaged[folder] = damage
 
-    is_first = peers.index == 0
-    for path, problem in damaged.items() if is_first else ():
+    if peers.index:
+        return folder
+    for path, problem in damaged.items():
         logger.warning(
             f"`{path}` is damaged and was skipped: {problem}. Taking `{folder}` "
             "instead; the steps after it are trained again."

@@ -42,15 +42,18 @@ class _Message:
 
 @dataclass(eq=False)
 class _ServedWorker:
+    """A worker, as the thread that serves it knows it."""
+
     index: int
     actor: Any
     label: str
-    pid: int = 0
+    pid: int = 0  # 0 until it has answered for the first time
     down_since: float = field(default_factory=time.monotonic)
+    # The numbers of the tasks that it has traced, and what else it has received.
     known: set[int] = field(default_factory=set)
     servers: Any = None
     num_datasets: int = 0
-    messages: list[_Message] = field(default_factory=list)
+    messages: list[_Message] = field(default_factory=list)  # not answered yet
 
 
 class _WorkerLostError(Exception):
@@ -58,7 +61,11 @@ class _WorkerLostError(Exception):
 
 
 class Scheduler:
-    """The calls of one coordinator, and the threads that serve its workers."""
+    """The calls of one coordinator, and the threads that serve its workers.
+
+    The threads of users call the public methods, and the thread of a worker runs
+    `_serve`. Both hold `_changed` while they read or write what they share.
+    """
 
     def __init__(self, strategy: ParameterServerStrategy, variables: Variables) -> None:
         self._strategy = strategy
@@ -101,8 +108,6 @@ class Scheduler:
         strategy = self._strategy
         made = actor.remote(index, strategy.num_workers, strategy.axis_name)
         return _ServedWorker(index, made, self._strategy.name_task("worker", index))
-
-    # The threads of users call these methods.
 
     def add(self, task: ScheduledTask, inputs: list[Any]) -> RemoteValue:
         """Queues a call; it fails immediately if a result that it takes has failed."""
@@ -160,8 +165,6 @@ class Scheduler:
         for thread in self._threads:
             thread.join(timeout=10.0)
         atexit.unregister(self.stop)
-
-    # The thread of a worker calls these methods.
 
     def _serve(self, worker: _ServedWorker) -> None:
         """Runs in the thread of one worker until `stop`, also if the worker is lost."""

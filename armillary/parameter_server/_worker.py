@@ -69,6 +69,8 @@ ReadAhead = dict[int, tuple[tuple[PartKey, ...], tuple[int, Any]]]
 
 
 class Worker(Actor):
+    """The process of a worker: it traces tasks, and runs them with current values."""
+
     def __init__(self, index: int, num_workers: int, axis_name: str) -> None:
         self._strategy = WorkerStrategy(index, num_workers, axis_name)
         self._datasets = Datasets(self._strategy)

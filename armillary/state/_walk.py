@@ -71,6 +71,8 @@ class Node(NamedTuple):
 
 
 class _Task(NamedTuple):
+    """A value to visit: its path, and the part and the holders it was found in."""
+
     value: Any
     path: str
     part: Part | None = None

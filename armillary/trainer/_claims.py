@@ -16,6 +16,8 @@ from armillary.state._walk import slots_of
 
 
 class _Claim(NamedTuple):
+    """A trainer or evaluator that a thread runs now; `verb` says what it does."""
+
     owner: Any
     verb: str
     thread: threading.Thread

@@ -107,7 +107,7 @@ def compute_in(program: core.ClosedJaxpr, dtype: str, platform: str) -> Edited:
     return Edited(editor.edit_closed(program), editor.num_products)
 
 
-def _is_open(equation: Any) -> bool:
+def _may_narrow(equation: Any) -> bool:
     """Returns whether a product may compute in half precision."""
     name = equation.primitive.name
     if name not in _PRODUCTS:
@@ -244,7 +244,7 @@ class _Editor:
         equations: list[Any] = []
         casts = _Casts(self._dtype)
         for equation in jaxpr.eqns:
-            is_edited = _is_open(equation) and id(equation) not in self._kept
+            is_edited = _may_narrow(equation) and id(equation) not in self._kept
             if is_edited:
                 self.num_products += 1
                 equations += self._edit_product(equation, casts)

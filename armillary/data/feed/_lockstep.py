@@ -44,6 +44,8 @@ MAX_OFFERS = 10
 
 
 class _Offer(NamedTuple):
+    """The next piece of one process, as it tells the others about it."""
+
     num_rows: int  # examples for each replica
     active: list[int]  # the replicas of the process that have data
     is_last: bool  # as in `Piece`

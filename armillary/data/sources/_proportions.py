@@ -36,6 +36,8 @@ _MAX_ROWS = 2**20
 
 @dataclass(frozen=True)
 class _Node:
+    """A node of a binary tree whose leaves are the choices."""
+
     weight: int
     owed: int  # in parts of a row, of which `_SCALE` are one
     choice: int | None = None  # of a leaf

@@ -63,7 +63,7 @@ class _Use:
 
     Attributes:
         changed: The indices of the arrays that it changes.
-        new: For each index in `changed`, its place there.
+        place_of: For each index in `changed`, its place there.
         donated: The indices of the arrays that it donates.
         others: The indices of all other arrays.
         pick_donated: Picks the donated arrays from a list of all arrays.
@@ -76,7 +76,7 @@ class _Use:
         num_changed = len(changed)
         num_arrays = len(types)
         self.changed = changed
-        self.new = {index: number for number, index in enumerate(changed)}
+        self.place_of = {index: number for number, index in enumerate(changed)}
 
         self.donated: list[int] = []
         scalars: list[int] = []
@@ -86,7 +86,7 @@ class _Use:
                 scalars.append(index)
             else:
                 self.donated.append(index)
-        read = [index for index in range(num_arrays) if index not in self.new]
+        read = [index for index in range(num_arrays) if index not in self.place_of]
         self.others = [*read, *scalars]
         self.pick_donated = _make_picker(self.donated)
         self.pick_others = _make_picker(self.others)
@@ -95,7 +95,7 @@ class _Use:
         sources: list[int] = []
         for index in range(num_arrays):
             old_source = num_changed + index
-            sources.append(self.new.get(index, old_source))
+            sources.append(self.place_of.get(index, old_source))
         self.pick_given = _make_picker(sources)
 
 
@@ -226,14 +226,14 @@ class FlatState:
 
         The user may assign to all other places while the program runs.
         """
-        new = self._use.new
+        place_of = self._use.place_of
         self._written: list[_Written] = []
         number = 0  # of the place, over all libraries
         for adapter, variables in self._variables:
             written = _Written(adapter, variables=[], numbers=[], indices=[])
             for variable in variables:
                 index = self._leaves[number]
-                if index in new:
+                if index in place_of:
                     written.variables.append(variable)
                     written.numbers.append(number)
                     written.indices.append(index)
@@ -245,7 +245,7 @@ class FlatState:
         num_variables = len(self._leaves)
         places = self._places[num_variables:]
         for number, (_, start, stop) in enumerate(places, start=num_variables):
-            offsets = [i - start for i in range(start, stop) if i in new]
+            offsets = [i - start for i in range(start, stop) if i in place_of]
             if offsets:
                 self._containers.append((number, offsets))
 
@@ -261,14 +261,14 @@ class FlatState:
             expected = self.types[i]
             if array.shape != expected.shape or array.dtype != expected.dtype:
                 return False
-        return not self._may_keep(arrays)
+        return not self._has_moved_to_host(arrays)
 
     def serves(self, state: State) -> bool:
         """Returns whether programs for this state are also correct for another one."""
         is_alike = state.signature() == self.signature
-        return is_alike and not self._may_keep(enumerate(state.read()))
+        return is_alike and not self._has_moved_to_host(enumerate(state.read()))
 
-    def _may_keep(self, arrays: Iterable[tuple[int, Any]]) -> bool:
+    def _has_moved_to_host(self, arrays: Iterable[tuple[int, Any]]) -> bool:
         """Returns whether the user has moved one of some arrays to the host."""
         if self.strategy.placement.home is not None:
             return False  # The strategy moves them home after each program anyway.
@@ -482,7 +482,7 @@ class FlatState:
         for (i, value), array in zip(stale.items(), placed, strict=True):
             self.arrays[i] = array
             # A program that changes an array writes its new value anyway.
-            if array is not value and i not in self._use.new:
+            if array is not value and i not in self._use.place_of:
                 moved.add(i)
         return moved
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from armillary.distribute._global_arrays import is_array_or_number
 from armillary.distribute.replica._context import Scope, is_in_inner_trace
-from armillary.distribute.replica._policy import Policy, enter
+from armillary.distribute.replica._policy import Policy, enter_step
 from armillary.distribute.replica._replica import ReplicaContext
 from armillary.distribute.replica._writes import combined_writes
 from armillary.errors import ReplicaContextError
@@ -55,7 +55,7 @@ class Call:
         state = self._state
         start: list[Any] = []
         for policy, slot in zip(self.policies, slots, strict=True):
-            start.append(enter(policy, slot, context))
+            start.append(enter_step(policy, slot, context))
 
         with (
             state.swapped(start),

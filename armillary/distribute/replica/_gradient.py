@@ -48,6 +48,8 @@ class _Step:
 
 
 class _Gradients(threading.local):
+    """The options of the gradients that a thread computes now."""
+
     def __init__(self) -> None:
         # The steps of this thread, the innermost one last.
         self.steps: list[_Step] = []

@@ -209,7 +209,7 @@ def _policy_of(
     return Policy.RANDOM if is_own_key else policy
 
 
-def enter(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Array:
+def enter_step(policy: Policy, value: jax.Array, context: ReplicaContext) -> jax.Array:
     """Returns the value of a slot on a replica when the step begins."""
     if policy is Policy.SUM:
         return jnp.where(_replica_id(context) == 0, value, jnp.zeros_like(value))

@@ -84,6 +84,8 @@ def _name(device: Device) -> str:
 
 
 class _OneReplica:
+    """What layouts of one replica have in common."""
+
     num_replicas = 1
     local_replicas = range(1)
     pipelines = ONE_PIPELINE
@@ -152,6 +154,8 @@ class SingleLayout(_OneReplica, _TakesAll):
 
 @dataclass(frozen=True)
 class _OnMesh:
+    """What layouts of several devices have in common."""
+
     mesh: Any
     peers: Peers = ALONE
 
