@@ -59,7 +59,7 @@ def mark_public(namespace: dict[str, Any]) -> None:
 
     The package and its classes also give advice for names of other libraries.
     """
-    kinds = {name: type(each) for name, each in namespace.items() if name[0] != "_"}
+    kinds = {name: type(value) for name, value in namespace.items() if name[0] != "_"}
     own = sorted(name for name in kinds if kinds[name] is not types.ModuleType)
     for name in namespace.setdefault("__all__", own):
         value: Any = namespace.get(name)

@@ -327,10 +327,10 @@ class Checkpoint(OfOneProcess):
         peers = get_peers()
         if not peers.is_alone:
             self._check_agreed(packed, peers)
-        states = {name: each.state for name, each in packed.items()}
+        states = {name: part.state for name, part in packed.items()}
         arrays: dict[str, np.ndarray] = {}
-        for each in packed.values():
-            arrays |= each.arrays
+        for part in packed.values():
+            arrays |= part.arrays
         specs = describe_leaves(leaves)
         for path, digest in self.left_out.check(leaves).items():
             specs[path] = dataclasses.replace(specs[path], digest=digest)
@@ -462,7 +462,7 @@ def _find_state(name: str, value: Any) -> Any:
     if has_position(value):
         return value
     # If an object has arrays of JAX, these are saved instead, as in older releases.
-    has_methods = all(_has_method(value, each) for each in _STATE_DICT)
+    has_methods = all(_has_method(value, method) for method in _STATE_DICT)
     if has_methods and not find_slots(value, name):
         return adapt_loader(name, value)
     return None

@@ -160,8 +160,8 @@ def check_target(
 def check_evaluations_end(evaluator: Any, eval_steps: int) -> None:
     """Raises, before training begins, if an evaluation would never end."""
     several = evaluator.values() if isinstance(evaluator, Mapping) else [evaluator]
-    for each in several:
-        method = getattr(type(each), "evaluate", None)
+    for evaluator in several:
+        method = getattr(type(evaluator), "evaluate", None)
         if method is StandardEvaluator.evaluate:
-            datasets, _ = flatten_datasets(each.eval_dataset)
+            datasets, _ = flatten_datasets(evaluator.eval_dataset)
             check_ends("eval_steps", eval_steps, datasets)

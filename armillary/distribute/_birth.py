@@ -41,7 +41,7 @@ def make_in_place(
     objects, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_claimed)
     args, kwargs = treedef.unflatten(map(with_auto_axes, objects))
     # Such as an `nnx.Rngs`, which counts the numbers that the constructor draws.
-    claimed = [(each, "") for each in objects if is_claimed(each)]
+    claimed = [(item, "") for item in objects if is_claimed(item)]
     outside = State([(fn, ""), *claimed])
     before = outside.read()
 
@@ -154,8 +154,8 @@ def _build(
         outputs = call_program(closed, before, "make")
         return outputs[:num_made], outputs[num_made:]
 
-    constants = [_bring(strategy, each) for each in program.consts]
-    inputs = [_bring(strategy, each) for each in before]
+    constants = [_bring(strategy, value) for value in program.consts]
+    inputs = [_bring(strategy, value) for value in before]
     compiled = jax.jit(run, out_shardings=(shardings, None))
     strategy.dispatch.wait()
     arrays, after = compiled(constants, inputs)

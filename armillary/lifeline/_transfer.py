@@ -87,4 +87,6 @@ def find_transfers(phase: str) -> list[Transfer]:
 def count_bytes(phase: str) -> int:
     """Returns the bytes that were moved in a phase since the program began."""
     running = find_transfers(phase)
-    return _ended[phase] + sum(each.num_bytes - each._num_ended for each in running)
+    return _ended[phase] + sum(
+        transfer.num_bytes - transfer._num_ended for transfer in running
+    )

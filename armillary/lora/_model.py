@@ -191,7 +191,9 @@ def base(model: nnx.Module) -> list[nnx.Variable]:
     check_instance("model", model, nnx.Module, _MODEL_FIX)
     walk = Walk([(model, "")])
     variables = [slot.variable for slot in walk.slots.values() if slot.is_parameter()]
-    frozen = [each for each in variables if not isinstance(each, nnx.LoRAParam)]
+    frozen = [
+        variable for variable in variables if not isinstance(variable, nnx.LoRAParam)
+    ]
     num_adapters = len(variables) - len(frozen)
     if not frozen or not num_adapters:
         raise ValueError(

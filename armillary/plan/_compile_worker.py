@@ -149,7 +149,7 @@ def arrange_stand_ins(
 def read_report(dump: Path) -> str:
     """Returns XLA's reports on the memory of the largest program that it compiled."""
     ending = "buffer-assignment.txt"
-    reports = sorted(dump.glob(f"*{ending}"), key=lambda each: each.stat().st_size)
+    reports = sorted(dump.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
     if not reports:
         return ""
     of_memory = reports[-1]
@@ -157,9 +157,9 @@ def read_report(dump: Path) -> str:
     name = of_memory.name.removesuffix(ending)
     of_values = of_memory.with_name(f"{name}live-range.txt")
     texts = [
-        each.read_text(errors="replace")
-        for each in (of_memory, of_values)
-        if each.exists()
+        path.read_text(errors="replace")
+        for path in (of_memory, of_values)
+        if path.exists()
     ]
     return "\n".join(texts)
 

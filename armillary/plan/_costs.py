@@ -67,7 +67,10 @@ class Collective:
 
 def count_rounds(collectives: Iterable[Collective], kind: str) -> int:
     """Returns the number of collectives of a kind that must follow each other."""
-    return max((each.round for each in collectives if each.kind == kind), default=0)
+    return max(
+        (collective.round for collective in collectives if collective.kind == kind),
+        default=0,
+    )
 
 
 def find_traced(

@@ -152,15 +152,19 @@ class Plan:
         its devices. A library of collectives may send a part of them over fast links.
         """
         return sum(
-            each.times * each.num_bytes for each in self.of_step() if each.is_slow
+            collective.times * collective.num_bytes
+            for collective in self.of_step()
+            if collective.is_slow
         )
 
     def of_step(self, kind: str | None = None) -> list[Collective]:
         """Returns the collectives of every step, of one kind or of all."""
-        of_step = [each for each in self.collectives if each.is_of_step]
+        of_step = [
+            collective for collective in self.collectives if collective.is_of_step
+        ]
         if kind is None:
             return of_step
-        return [each for each in of_step if each.kind == kind]
+        return [collective for collective in of_step if collective.kind == kind]
 
     def as_json(self) -> str:
         """Returns the plan as a text of JSON, with bytes, seconds and operations."""
@@ -173,16 +177,16 @@ class Plan:
             "num_replicas": self.num_replicas,
             "fits": self.fits,
             "memory": _record_memory(self.memory),
-            "peak": [asdict(each) for each in self.peak],
+            "peak": [asdict(value) for value in self.peak],
             "variants": [
                 {
-                    "options": dict(each.options),
-                    "memory": _record_memory(each.memory),
-                    "error": each.error,
+                    "options": dict(variant.options),
+                    "memory": _record_memory(variant.memory),
+                    "error": variant.error,
                 }
-                for each in self.variants
+                for variant in self.variants
             ],
-            "collectives": [asdict(each) for each in self.collectives],
+            "collectives": [asdict(collective) for collective in self.collectives],
             "slow_bytes": self.slow_bytes,
         }
         return json.dumps(record, indent=2, default=str)

@@ -143,11 +143,13 @@ def _list_traffic(plan: "Plan") -> list[tuple[str, str]]:
 
 def _describe_kind(plan: "Plan", kind: str, found: list[Collective]) -> str:
     """Returns the bytes, the number and the order of collectives of one kind."""
-    size = format_bytes(sum(each.times * each.num_bytes for each in found))
-    count = sum(each.times for each in found)
+    size = format_bytes(
+        sum(collective.times * collective.num_bytes for collective in found)
+    )
+    count = sum(collective.times for collective in found)
     how = "before a compiler combines them"
     if not plan.is_abstract:
-        num_asynchronous = sum(each.is_asynchronous for each in found)
+        num_asynchronous = sum(collective.is_asynchronous for collective in found)
         rounds = count_rounds(found, kind)
         how = f"{rounds} after each other; {num_asynchronous} asynchronous"
     return f"{size} a step in {count}, {how}"
@@ -156,16 +158,17 @@ def _describe_kind(plan: "Plan", kind: str, found: list[Collective]) -> str:
 def _describe_slow(plan: "Plan") -> str:
     """Returns the bytes between groups of devices, by the kind of collective."""
     slow = sorted(
-        (each for each in plan.of_step() if each.is_slow), key=lambda each: each.kind
+        (collective for collective in plan.of_step() if collective.is_slow),
+        key=lambda collective: collective.kind,
     )
     between = f"between {plan.num_groups} groups of devices"
     if not slow:
         return f"nothing {between}"
     parts: list[str] = []
-    for kind, found in itertools.groupby(slow, key=lambda each: each.kind):
+    for kind, found in itertools.groupby(slow, key=lambda collective: collective.kind):
         of_kind = list(found)
-        size = sum(each.times * each.num_bytes for each in of_kind)
-        count = sum(each.times for each in of_kind)
+        size = sum(collective.times * collective.num_bytes for collective in of_kind)
+        count = sum(collective.times for collective in of_kind)
         parts.append(f"{kind} {format_bytes(size)} in {count}")
     return f"{', '.join(parts)}, {between}"
 
@@ -173,8 +176,10 @@ def _describe_slow(plan: "Plan") -> str:
 def _describe_others(plan: "Plan") -> str:
     """Returns the collectives that run once a loop or call, or conditionally."""
     counts: Counter[str] = Counter()
-    for each in plan.collectives:
-        if not each.is_of_step:
-            when = "under a condition" if each.scope == "step" else each.scope
-            counts[f"{each.kind} {when}"] += 1
+    for collective in plan.collectives:
+        if not collective.is_of_step:
+            when = (
+                "under a condition" if collective.scope == "step" else collective.scope
+            )
+            counts[f"{collective.kind} {when}"] += 1
     return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -231,29 +231,35 @@ class _ModuleWalk:
     def enter(self, name: str, nesting: _Nesting, base: _Rounds) -> _Rounds:
         """Walks one computation; returns the rounds that its end waits for."""
         instructions = self._computations.get(name, [])
-        shapes = {each.name: each.shape for each in instructions}
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
         rounds: dict[str, _Rounds] = {}
-        for index, each in enumerate(instructions):
-            of_operands = [rounds[operand] for operand in each.operands]
+        for index, instruction in enumerate(instructions):
+            of_operands = [rounds[operand] for operand in instruction.operands]
             before = _union([base, *of_operands])
-            is_end = each.opcode.endswith("-done")
-            if each.kind is not None and not is_end:
+            is_end = instruction.opcode.endswith("-done")
+            if instruction.kind is not None and not is_end:
                 later = instructions[index + 1 :]
-                number = before[each.kind] + 1
-                if self._add(each, nesting, number, shapes, later):
-                    before = before | Counter({each.kind: number})
-            elif each.reaches_host and nesting.depth:
-                self.host.append(each.label)
+                number = before[instruction.kind] + 1
+                if self._add(instruction, nesting, number, shapes, later):
+                    before = before | Counter({instruction.kind: number})
+            elif instruction.reaches_host and nesting.depth:
+                self.host.append(instruction.label)
 
-            trips = self._count_trips(each, instructions) if each.called else 1
-            rounds[each.name] = self._enter_called(each, nesting, before, trips)
+            trips = (
+                self._count_trips(instruction, instructions)
+                if instruction.called
+                else 1
+            )
+            rounds[instruction.name] = self._enter_called(
+                instruction, nesting, before, trips
+            )
         return _union([base, *rounds.values()])
 
     def _enter_called(
-        self, each: Instruction, nesting: _Nesting, base: _Rounds, trips: int
+        self, instruction: Instruction, nesting: _Nesting, base: _Rounds, trips: int
     ) -> _Rounds:
         last = base
-        for role, names in each.called.items():
+        for role, names in instruction.called.items():
             inner = nesting
             if role == "body":
                 # The loops around a step are not part of it.
@@ -286,30 +292,30 @@ class _ModuleWalk:
 
     def _add(
         self,
-        each: Instruction,
+        instruction: Instruction,
         nesting: _Nesting,
         number: int,
         shapes: dict[str, str],
         later: list[Instruction],
     ) -> bool:
         """Adds a collective; returns False if its groups have only one device."""
-        kind = each.kind or ""
-        groups = find_groups(each.attributes, self._num_devices)
+        kind = instruction.kind or ""
+        groups = find_groups(instruction.attributes, self._num_devices)
         size = max(map(len, groups))
-        if each.is_between_slices:
+        if instruction.is_between_slices:
             size = len(set(self._islands))
         elif size == 1 and kind != "collective-permute":
             return False
-        is_start = each.opcode.endswith("-start")
-        num_bytes = sum(count_bytes(shapes[name]) for name in each.operands)
-        if kind == "all-gather" and each.is_between_slices:
+        is_start = instruction.opcode.endswith("-start")
+        num_bytes = sum(count_bytes(shapes[name]) for name in instruction.operands)
+        if kind == "all-gather" and instruction.is_between_slices:
             num_bytes *= size
         elif kind == "all-gather":
             # The type of a start names its operands, too.
             num_of_operands = num_bytes if is_start else 0
-            num_bytes = count_bytes(each.shape) - num_of_operands
-        is_split = is_start or each.is_between_slices
-        is_hidden = is_split and _SYNCHRONOUS not in each.attributes
+            num_bytes = count_bytes(instruction.shape) - num_of_operands
+        is_split = is_start or instruction.is_between_slices
+        is_hidden = is_split and _SYNCHRONOUS not in instruction.attributes
         collective = Collective(
             kind,
             num_bytes,
@@ -317,9 +323,9 @@ class _ModuleWalk:
             times=nesting.times,
             is_conditional=nesting.is_conditional,
             group_size=size,
-            is_asynchronous=is_hidden and _runs_beside(each.name, later),
+            is_asynchronous=is_hidden and _runs_beside(instruction.name, later),
             round=number,
-            is_slow=each.is_between_slices or any(map(self._is_slow, groups)),
+            is_slow=instruction.is_between_slices or any(map(self._is_slow, groups)),
         )
         self.found.append(collective)
         return True
@@ -341,7 +347,7 @@ def _find_limit(condition: Sequence[Instruction]) -> tuple[int, int] | None:
     test = condition[-1] if condition else None
     if test is None or test.opcode != "compare" or len(test.operands) != 2:
         return None
-    by_name = {each.name: each for each in condition}
+    by_name = {instruction.name: instruction for instruction in condition}
     counter, limit = (by_name.get(name) for name in test.operands)
     position = _INDEX.search(counter.attributes) if counter else None
     number = limit.integer if limit else None
@@ -352,7 +358,7 @@ def _find_limit(condition: Sequence[Instruction]) -> tuple[int, int] | None:
 
 def _find_first(carry: str, position: int, around: Sequence[Instruction]) -> int | None:
     """Returns the first value of a loop's counter, if it is a constant."""
-    by_name = {each.name: each for each in around}
+    by_name = {instruction.name: instruction for instruction in around}
     whole = by_name.get(carry)
     if whole is None or whole.opcode != "tuple" or position >= len(whole.operands):
         return None
@@ -369,9 +375,11 @@ def _union(rounds: Iterable[_Rounds]) -> _Rounds:
 def _runs_beside(start: str, later: list[Instruction]) -> bool:
     """Returns whether work is scheduled between an operation's start and its end."""
     has_work = False
-    for each in later:
-        if start in each.operands and each.opcode.endswith("-done"):
+    for instruction in later:
+        if start in instruction.operands and instruction.opcode.endswith("-done"):
             return has_work
-        is_part = each.opcode in _FREE or each.opcode.endswith(("-start", "-done"))
+        is_part = instruction.opcode in _FREE or instruction.opcode.endswith(
+            ("-start", "-done")
+        )
         has_work = has_work or not is_part
     return False

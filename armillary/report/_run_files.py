@@ -126,7 +126,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> RecordedR
     checkpoints: list[Saved] = []
     for folder in folders:
         checkpoints += find_checkpoints(folder)
-    checkpoints.sort(key=lambda each: each.number)
+    checkpoints.sort(key=lambda checkpoint: checkpoint.number)
     best_of_folders = map(read_best, folders)
     return RecordedRun(
         name=name or path.resolve().name,

@@ -245,7 +245,9 @@ class NnxAdapter(Adapter):
         if is_open or jnp.dtype(dtype) == compute:
             return None
         # Others, such as a normalization, compute no products.
-        parameters = [each for each in values.values() if isinstance(each, nnx.Param)]
+        parameters = [
+            value for value in values.values() if isinstance(value, nnx.Param)
+        ]
         held = map(self.value_of, parameters)
         has_matrix = any(getattr(value, "ndim", 0) > 1 for value in held)
         if not has_matrix:

@@ -128,7 +128,7 @@ def measure_footprint(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     try:
-        device = min(state[0].sharding.device_set, key=lambda each: each.id)
+        device = min(state[0].sharding.device_set, key=lambda device: device.id)
         state_bytes = sum(map(_count_bytes, state))
         program = compiled.lower(donated, inputs).compile()
         analysis = program.memory_analysis()

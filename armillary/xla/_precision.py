@@ -295,7 +295,7 @@ class _Editor:
         if not isinstance(value, tuple):
             return value
         # The branches of `cond`.
-        has_programs = any(isinstance(each, core.ClosedJaxpr) for each in value)
+        has_programs = any(isinstance(item, core.ClosedJaxpr) for item in value)
         if not has_programs:
             return value
         edited = tuple(map(self._edit_any, value))
@@ -335,7 +335,7 @@ class _Casts:
         for result, constraint in self._constraints.items():
             if id(result) not in used:
                 unused.add(id(constraint))
-        return [each for each in equations if id(each) not in unused]
+        return [equation for equation in equations if id(equation) not in unused]
 
     def _make(self, variable: Any, user: Any) -> list[Any]:
         dtype = self._dtype

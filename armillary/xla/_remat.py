@@ -121,7 +121,9 @@ def _divide(jaxpr: Any, policy: Callable[..., Any]) -> list[_Part]:
     last_uses = _find_last_uses(jaxpr)
     parts: list[_Part] = []
     for start, stop, is_whole in ranges:
-        equations = [_edit_loop(each, policy) for each in jaxpr.eqns[start:stop]]
+        equations = [
+            _edit_loop(equation, policy) for equation in jaxpr.eqns[start:stop]
+        ]
         parts.append(_make_part(jaxpr, equations, stop, last_uses, is_whole=is_whole))
     return parts
 
@@ -137,7 +139,9 @@ def _stands_alone(equation: Any) -> bool:
 
 
 def _has_checkpoint(program: Any) -> bool:
-    return any(each.primitive.name in _CHECKPOINTS for each in walk_equations(program))
+    return any(
+        equation.primitive.name in _CHECKPOINTS for equation in walk_equations(program)
+    )
 
 
 def _find_last_uses(jaxpr: Any) -> dict[Any, int]:

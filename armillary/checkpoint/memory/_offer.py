@@ -91,7 +91,7 @@ def find_candidates(
                 shares.setdefault(place.share, []).append(holder)
 
     chief = offers[0]
-    for snapshot in sorted(found, key=lambda each: each.number, reverse=True):
+    for snapshot in sorted(found, key=lambda snapshot: snapshot.number, reverse=True):
         # Another checkpoint is newer, or the user has removed checkpoints, to go back.
         # Serial numbers are not unique: the save after a failed save has the same one.
         is_newest = chief.saved_at in (snapshot.complete, snapshot.begun)

@@ -40,11 +40,11 @@ def make_private(folder: Path) -> None:
 
 def remove_snapshots(folder: Path, is_removed: Callable[[int], bool]) -> None:
     """Removes the snapshots whose number is to be removed, of all processes."""
-    for each in folder.glob("process_*/snapshot_*"):
-        _, _, number = each.name.partition("_")
+    for snapshot in folder.glob("process_*/snapshot_*"):
+        _, _, number = snapshot.name.partition("_")
         if number.isdecimal() and is_removed(int(number)):
             # Another process of this machine may remove it at the same time.
-            shutil.rmtree(each, ignore_errors=True)
+            shutil.rmtree(snapshot, ignore_errors=True)
 
 
 def remove_all(folder: Path) -> None:
