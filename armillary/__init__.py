@@ -28,7 +28,7 @@ import importlib.util
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from armillary._foreign_names import refuse_name as _refuse_name
+from armillary.advice._foreign_names import refuse_name as _refuse_name
 from armillary.state._adapters import register as _register
 
 if TYPE_CHECKING:

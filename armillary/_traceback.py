@@ -13,11 +13,11 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
-from armillary._called_arrays import explain_called_array
-from armillary._foreign_names import answer_names, find_answer
 from armillary._owners import Owner, is_own_file, owner_of_class
-from armillary._partial_arrays import explain_partial_array
-from armillary._wrong_calls import explain_wrong_call
+from armillary.advice._called_arrays import explain_called_array
+from armillary.advice._foreign_names import answer_names, find_answer
+from armillary.advice._partial_arrays import explain_partial_array
+from armillary.advice._wrong_calls import explain_wrong_call
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

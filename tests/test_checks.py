@@ -10,7 +10,7 @@ from jax import numpy as jnp
 import armillary
 from armillary import actions, cluster, distribute, summary
 from armillary._checks import check_path
-from armillary._foreign_keywords import ANSWERS
+from armillary.advice._foreign_keywords import ANSWERS
 from armillary.estimator._answers import ARGUMENTS
 from armillary.state._step_counter import as_step_counter
 

@@ -35,7 +35,7 @@ from armillary.checkpoint._selection import (
     as_paths,
 )
 from armillary.checkpoint._writer import Writer, agree_on, announcing_errors
-from armillary.checkpoint.memory._room import DEFAULT_DIRECTORY
+from armillary.checkpoint.memory._run_folder import DEFAULT_DIRECTORY
 from armillary.checkpoint.memory._tier import MemoryTier
 from armillary.cluster._join import get_peers
 from armillary.errors import CheckpointError

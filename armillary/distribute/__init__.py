@@ -8,8 +8,8 @@ program, `replica` has the code that runs inside `run`, and `analysis` checks it
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from armillary._foreign_names import refuse_name as _refuse_name
 from armillary._traceback import mark_public as _mark_public
+from armillary.advice._foreign_names import refuse_name as _refuse_name
 from armillary.distribute._data_methods import ValueContext
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._function import function

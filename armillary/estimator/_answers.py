@@ -1,12 +1,12 @@
 """Answers to the names of `tf.estimator` that are not here: the line to write.
 
-`ARGUMENTS` joins the table of `armillary._foreign_keywords`, which answers a wrong
-keyword. `NAMES` and `ATTRIBUTES` join the table of `armillary._foreign_names`, which
+`ARGUMENTS` joins the table of `advice/_foreign_keywords.py`, which answers a wrong
+keyword. `NAMES` and `ATTRIBUTES` join the table of `advice/_foreign_names.py`, which
 answers a missing name of the package or of an object.
 """
 
-from armillary import _foreign_names
-from armillary._foreign_keywords import ANSWERS
+from armillary.advice import _foreign_names
+from armillary.advice._foreign_keywords import ANSWERS
 
 _FROM_CLUSTER = (
     "Leave it out: it follows from `TF_CONFIG`, or from the `cluster_resolver` of "

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.core import Tracer
 
-from armillary._foreign_names import answer_attributes
 from armillary._optional import loaded_keras
+from armillary.advice._foreign_names import answer_attributes
 from armillary.errors import StateStructureError
 from armillary.keras._values import check_backend, is_unset, set_value
 from armillary.state._adapters import Adapter

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from armillary._checks import counted, list_lines
-from armillary._foreign_names import NAMES
 from armillary._logging import logger
 from armillary._owners import Owner, owner_of_class
+from armillary.advice._foreign_names import NAMES
 from armillary.errors import StateStructureError
 from armillary.state._adapters import (
     NodePart,

@@ -2,8 +2,8 @@
 
 The page is `docs/migrate/tensorflow_names.md`. Names that have a meaning here are rows
 of `tensorflow_names.toml`. The line to write in place of any other name comes from the
-table of the errors, `armillary._foreign_names`. If you change one of them, write the
-page again::
+table of the errors, `armillary/advice/_foreign_names.py`. If you change one of them,
+write the page again::
 
     python docs/site/tensorflow_names.py
 """
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parents[1])]
 
 import armillary.estimator  # noqa: E402, F401 - its names join the table
-from armillary._foreign_names import NAMES  # noqa: E402
+from armillary.advice._foreign_names import NAMES  # noqa: E402
 
 PAGE = FOLDER.parent / "migrate" / "tensorflow_names.md"
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from armillary.checkpoint import _writer
-from armillary.checkpoint.memory import _meeting, _room, _tier
+from armillary.checkpoint.memory import _meeting, _run_folder, _tier
 from armillary.cluster._peers import ALONE
 from armillary.errors import CheckpointError
 from tests.checkpoint.memory import (
@@ -74,7 +74,7 @@ def test_a_memory_that_is_too_small_is_refused(tmp_path, memory, monkeypatch):
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path, memory):
-    folder = _room.name_folder(memory, str(tmp_path / "run"))
+    folder = _run_folder.name_folder(memory, str(tmp_path / "run"))
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     manager = open_manager(make_state(1), tmp_path)

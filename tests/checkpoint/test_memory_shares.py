@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.checkpoint.memory import _room, _share
+from armillary.checkpoint.memory import _run_folder, _share
 from armillary.checkpoint.memory._offer import find_keepers
 
 
@@ -33,12 +33,12 @@ def test_machines_of_equal_names_are_different(tmp_path, monkeypatch):
     for text in ("a", "b"):
         file = tmp_path / text
         file.write_text(f"{text}\n")
-        monkeypatch.setattr(_room, "_BOOT_FILE", file)
-        names.add(_room.find_machine())
+        monkeypatch.setattr(_run_folder, "_BOOT_FILE", file)
+        names.add(_run_folder.find_machine())
 
     assert names == {"a", "b"}
-    monkeypatch.setattr(_room, "_BOOT_FILE", tmp_path / "missing")
-    assert _room.find_machine() == "localhost"
+    monkeypatch.setattr(_run_folder, "_BOOT_FILE", tmp_path / "missing")
+    assert _run_folder.find_machine() == "localhost"
 
 
 @given(st.lists(st.sampled_from("ABCD"), min_size=1, max_size=12))

@@ -6,7 +6,7 @@ import pytest
 
 import armillary
 from armillary import estimator
-from armillary._foreign_names import find_module_answer
+from armillary.advice._foreign_names import find_module_answer
 from armillary.errors import EstimatorError
 from armillary.estimator._answers import ARGUMENTS, ATTRIBUTES, HOOKS, NAMES
 from tests.estimator.problems import linear_model_fn, make_input_fn, make_regressor

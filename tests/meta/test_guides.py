@@ -21,8 +21,8 @@ import pytest
 from flax import nnx
 
 import armillary
-from armillary._foreign_keywords import ANSWERS
 from armillary._traceback import hides_frames
+from armillary.advice._foreign_keywords import ANSWERS
 
 GUIDES = {
     "Orbit with tf.distribute": """

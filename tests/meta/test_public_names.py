@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import armillary
-from armillary._foreign_names import HOMES, NAMES, find_module_answer
+from armillary.advice._foreign_names import HOMES, NAMES, find_module_answer
 from tests.patience import patience
 
 # Modules under the names of TensorFlow and Orbit, for names that are elsewhere, too.

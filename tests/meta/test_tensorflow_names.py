@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from armillary._foreign_names import NAMES
+from armillary.advice._foreign_names import NAMES
 from tests.meta.test_site import load
 
 names = load("tensorflow_names")

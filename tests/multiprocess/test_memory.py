@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from armillary.checkpoint.memory import _room
+from armillary.checkpoint.memory import _run_folder
 from tests.multiprocess import joint_saves, memory
 from tests.multiprocess.conftest import Outcome, run_program
 
@@ -101,9 +101,9 @@ def check_values(outcome: Outcome, kept: dict[str, str]) -> None:
 def move_memory(folder: Path, kept: Path) -> None:
     """Gives the memory of a copy the name that belongs to its directory."""
     for parent in {kept / "memory", *kept.glob("memory/machine_*")}:
-        old = _room.name_folder(parent, str(folder / "run"))
+        old = _run_folder.name_folder(parent, str(folder / "run"))
         if old.exists():
-            old.rename(_room.name_folder(parent, str(kept / "run")))
+            old.rename(_run_folder.name_folder(parent, str(kept / "run")))
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -188,8 +188,8 @@ def test_shares_of_an_earlier_job_are_not_mixed_with_newer_ones(apart, tmp_path)
     shutil.copytree(first / "memory" / "machine_1", second / "memory" / "machine_1")
     shutil.copytree(first / "run", second / "run")
     for machine in (second / "memory").iterdir():
-        old = _room.name_folder(machine, str(first / "run"))
-        old.rename(_room.name_folder(machine, str(second / "run")))
+        old = _run_folder.name_folder(machine, str(first / "run"))
+        old.rename(_run_folder.name_folder(machine, str(second / "run")))
 
     again = run(tmp_path, "restores", 4, second, is_shared=False)
 
@@ -202,7 +202,7 @@ def test_all_processes_skip_the_snapshot_that_process_0_skips(apart, tmp_path):
     folder, _ = apart
     kept = shutil.copytree(folder, tmp_path / "kept")
     move_memory(folder, kept)
-    chief = _room.name_folder(kept / "memory" / "machine_0", str(kept / "run"))
+    chief = _run_folder.name_folder(kept / "memory" / "machine_0", str(kept / "run"))
 
     outcome = run_program(
         Path(memory.__file__),

@@ -29,7 +29,7 @@ from armillary.checkpoint.memory._offer import (
     find_keepers,
     parse_offer,
 )
-from armillary.checkpoint.memory._room import (
+from armillary.checkpoint.memory._run_folder import (
     count_bytes,
     find_machine,
     make_private,

@@ -25,7 +25,7 @@ from armillary.checkpoint._content import Content
 from armillary.checkpoint.memory._division import Parts, find_own_parts
 from armillary.checkpoint.memory._exchange import connected
 from armillary.checkpoint.memory._meeting import MEGABYTE, Meeting
-from armillary.checkpoint.memory._room import (
+from armillary.checkpoint.memory._run_folder import (
     make_private,
     name_folder,
     remove_all,

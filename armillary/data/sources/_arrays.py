@@ -20,7 +20,7 @@ from armillary._checks import (
     check_one_of,
     check_positive_int,
 )
-from armillary._foreign_names import answer_attributes
+from armillary.advice._foreign_names import answer_attributes
 from armillary.data.sources._batch import as_device_values, check_batch
 from armillary.data.sources._shuffle import make_order
 from armillary.data.sources._source import Source, gives_single_examples

@@ -215,7 +215,7 @@ class CompiledFunction:
             return old
 
         warnings = MetricWarnings(function.name, strategy.num_replicas_in_sync)
-        warnings.look(flat.state, step)
+        warnings.check(flat.state, step)
         if self._check is not None:
             self._check(flat.state, step.changed)
         return FunctionProgram(function, step, flat, leaves)

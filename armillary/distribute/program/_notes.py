@@ -4,9 +4,9 @@ import types
 
 import jax
 
-from armillary._called_arrays import explain_called_array
 from armillary._jaxpr import VALUE_ERRORS
 from armillary._owners import Owner, owner_of_file
+from armillary.advice._called_arrays import explain_called_array
 from armillary.distribute.replica._axis import explain_unbound_axis
 from armillary.distribute.replica._context import get_strategy
 from armillary.errors import ArmillaryError

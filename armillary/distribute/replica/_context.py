@@ -16,8 +16,8 @@ import jax
 
 from armillary._checks import check_methods
 from armillary._jax_compat import get_trace_state
-from armillary._partial_arrays import explain_partial_array
 from armillary._traceback import add_note
+from armillary.advice._partial_arrays import explain_partial_array
 from armillary.distribute.replica._program_mesh import keeping_program_mesh
 from armillary.errors import ReplicaContextError
 from armillary.state._adapters import follow_strategies

@@ -3,8 +3,8 @@
 import dis
 import types
 
-from armillary._foreign_names import NAMES
 from armillary._owners import Owner, owner_of_file
+from armillary.advice._foreign_names import NAMES
 
 _ANSWERS = {
     "step": "`step` of an optimizer of Flax is its number of steps, not a method. "

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from armillary._foreign_keywords import ANSWERS
 from armillary._shorten import shorten
+from armillary.advice._foreign_keywords import ANSWERS
 
 # Advice for calls that give arguments without the names they need.
 _BY_NAME = {
