@@ -126,11 +126,10 @@ def load_data(folder: Path) -> tuple[ImageFiles, ImageFiles]:
             "folder with one folder for each class, and images in them."
         )
     labels = [file.parent.name for file in files]
-    train, test = train_test_split(
-        files, test_size=0.2, stratify=labels, random_state=0
-    )
+    parts = train_test_split(files, test_size=0.2, stratify=labels, random_state=0)
     classes = sorted(set(labels))
-    return ImageFiles(train, classes), ImageFiles(test, classes)
+    train, test = (ImageFiles(list(part), classes) for part in parts)
+    return train, test
 
 
 def make_model(num_classes: int) -> nnx.Sequential:

@@ -81,7 +81,7 @@ class Speeds:
         """Returns the parts of a log line, if the user has asked for them."""
         if not self._are_logged:
             return []
-        speeds = self.of(work, steps_per_second)
+        speeds = self.compute(work, steps_per_second)
         parts: list[str] = []
         if "tokens_per_second" in speeds:
             parts.append(f"tokens/sec: {speeds['tokens_per_second']:,.0f}")

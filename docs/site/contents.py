@@ -30,7 +30,6 @@ LISTS = (
     "docs/migrate/from_plain_jax.md",
     "docs/migrate/from_tensorflow.md",
     "docs/recipes/index.md",
-    "docs/start/pure_step.md",
     "docs/train/controller.md",
     "docs/train/errors.md",
     "docs/train/metrics.md",

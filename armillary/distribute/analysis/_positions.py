@@ -212,9 +212,9 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         name = equation.primitive.name
         if name == "iota":
             return _number_rows(equation)
-        joined = self.join(operands)
+        before = self.join(operands)
         if not equation.outvars:  # as of a print
-            return joined
+            return before
 
         moved = [_move(equation, i, facts) for i, facts in enumerate(operands)]
         if not self.is_backward(equation):
@@ -228,13 +228,13 @@ class _PositionDataflow(ReplicaDataflow[RowFacts]):
         # A pair is noted where it is made, and not again where it is used.
         result = result._replace(picked=result.picked - result.own)
 
-        is_constant = joined.is_constant
+        is_constant = before.is_constant
         is_of_indices = name in _OF_INDICES
-        keeps_row = joined.is_row and is_of_indices
+        keeps_row = before.is_row and is_of_indices
         return result._replace(
             numbers=result.numbers if is_constant else frozenset(),
             is_constant=is_constant,
-            is_index=joined.is_index and not is_constant and is_of_indices,
+            is_index=before.is_index and not is_constant and is_of_indices,
             is_row=keeps_row or _finds_row(equation, operands),
         )
 
