@@ -84,7 +84,7 @@ def _name(device: Device) -> str:
 
 
 class _OneReplica:
-    """What layouts of one replica have in common."""
+    """The common part of the layouts of one replica."""
 
     num_replicas = 1
     local_replicas = range(1)
@@ -154,7 +154,7 @@ class SingleLayout(_OneReplica, _TakesAll):
 
 @dataclass(frozen=True)
 class _OnMesh:
-    """What layouts of several devices have in common."""
+    """The common part of the layouts of several devices."""
 
     mesh: Any
     peers: Peers = ALONE
