@@ -40,6 +40,10 @@ OF_A_RUN = re.compile(rf"{OF_A_LOOP.pattern}|each device: .*")
 FIRST_LINE = re.compile(r"^train \| step: +\d+ \| training until", re.M)
 # The rest of these lines depends on the devices of the machine.
 AT_THE_START = ("devices: ", "parameters: ", "batch: ")
+MAX_WIDTH = 100
+GENERATED = ("compatibility.md", "tensorflow_names.md")
+BREAK = re.compile(r"\s*(?:[-*] |\d+\. )?[^\s*-]\S* ")
+NO_PROSE = re.compile(r"\s*(?:\||#|!\[|<)")
 SPEED = re.compile(r"\b(?:steps/sec|eval time): +\d")
 FENCE = re.compile(
     r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -53,6 +57,19 @@ def find_blocks(path: Path) -> list[tuple[str, int, str]]:
         (match["info"].strip(), text.count("\n", 0, match.start()) + 1, match["body"])
         for match in FENCE.finditer(text)
     ]
+
+
+def find_wide_lines(text: str) -> list[str]:
+    """Returns the lines of prose that are longer than they need to be."""
+    wide = []
+    is_code = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        is_prose = not is_code and not NO_PROSE.match(line)
+        if is_prose and len(line) > MAX_WIDTH and BREAK.match(line[:MAX_WIDTH]):
+            wide.append(line)
+    return wide
 
 
 def name_of(path: Path) -> str:
@@ -163,6 +180,20 @@ def test_a_logged_line_that_a_page_leaves_out_is_found():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_no_page_shows_the_speed_of_one_machine(path):
     assert SPEED.findall(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *READMES], ids=name_of)
+def test_prose_is_wrapped(path):
+    if path.name not in GENERATED:
+        assert find_wide_lines(path.read_text()) == []
+
+
+def test_a_wide_line_of_prose_is_found():
+    wide = "word " * 21
+    code = f"```text\n{wide}\n```"
+    address = f"- {'x' * 110}"
+    table = f"| {wide} |"
+    assert find_wide_lines(f"{wide}\n{code}\n{address}\n{table}") == [wide]
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *READMES], ids=name_of)
