@@ -47,7 +47,7 @@ def run_eagerly(
         try:
             with (
                 method.strategy.jax_settings(),
-                lifted(state, method.strategy, flat.all_shardings),
+                lifted(state, method.strategy, flat.homes.in_step),
                 explained(method.fn, state, method.owner_name),
             ):
                 result = method(jax.tree.unflatten(structure, iterators))
@@ -55,7 +55,7 @@ def run_eagerly(
             feed.note_ends(with_rest=True)
             return
         finally:
-            state.write(flat.at_home(state.read()))
+            state.write(flat.homes.return_to_host(state.read()))
 
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
@@ -71,7 +71,7 @@ def _move_to_devices(state: State, flat: FlatState) -> None:
     every_index = tuple(range(len(state.paths)))
     donated, others = flat.take(every_index)
     arrays = flat.join(every_index, donated, others)
-    state.write(flat.bring(arrays))
+    state.write(flat.homes.bring(arrays))
 
 
 def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:

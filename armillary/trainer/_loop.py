@@ -397,7 +397,7 @@ class Loop:
         assert flat is not None and chunk is not None
         program = self._programs.get(chunk)
         donated, others = flat.take(program.changed)
-        arrays = flat.bring(flat.join(program.changed, donated, others))
+        arrays = flat.homes.bring(flat.join(program.changed, donated, others))
         batches = program.batches(chunk.inputs, self.feed.offset)
         paths = _find_batch_paths(chunk, self._programs.batches_per_step)
         self._strategy.dispatch.wait()

@@ -121,7 +121,7 @@ class Program:
 
     def _out_shardings(self) -> tuple[Any, Any, Any, Any]:
         """Returns the shardings of the results of `_run`; XLA decides where `None`."""
-        of_changed = self._flat.shardings(self.changed)
+        of_changed = self._flat.homes.of_outputs(self.changed)
         of_health = None if self._guard is None else self._guard.sharding
         of_outputs = None
         split = self._flat.split
@@ -195,7 +195,7 @@ class Program:
             new, *rest = self._run(donated, tree.unflatten(leaves))
             return new, jax.tree.leaves(rest)
 
-        out_shardings = (self._flat.shardings(self.changed), None)
+        out_shardings = (self._flat.homes.of_outputs(self.changed), None)
         fn = jax.jit(run, donate_argnums=0, out_shardings=out_shardings)
         return fn, (donated, types)
 
@@ -216,12 +216,12 @@ class Program:
     ) -> tuple[list[Any], list[Any], Any]:
         """Returns the changed arrays, the results and the health after one step."""
         changed = self.step.changed
-        slots = self._flat.bring(slots)
+        slots = self._flat.homes.bring(slots)
         new, results = self.step.call(slots, self.batches(chunk, index))
         if self._guard is not None:
             old = [slots[i] for i in changed]
             new, health = self._guard.check(old, new, health)
-        new = self._flat.send_back(changed, new)
+        new = self._flat.homes.send_back(changed, new)
         kept_results = results if self._keep_results else []
         return new, kept_results, health
 
@@ -310,9 +310,9 @@ class Program:
         """Returns the slots after a hook and its results; zeros if it is not due."""
 
         def call() -> tuple[list[Any], list[Any]]:
-            near = self._flat.bring(slots)
+            near = self._flat.homes.bring(slots)
             new, results = hook.call(near, arguments=[])
-            return self._flat.send_back(hook.changed, new), results
+            return self._flat.homes.send_back(hook.changed, new), results
 
         def skip() -> tuple[list[Any], list[Any]]:
             old = [slots[i] for i in hook.changed]

@@ -180,7 +180,7 @@ def test_central_storage_keeps_its_own_place():
     offload(trainer.optimizer)
     trainer.train(2)
     flat = FlatState(State([(trainer, "")]), strategy)
-    assert not flat._on_host
+    assert not flat.homes._on_host
 
 
 @pytest.mark.parametrize("name", ["one", "sharded"])

@@ -1,8 +1,5 @@
 """Holds a state as one flat list of arrays, on the devices that a strategy uses.
 
-A user may keep arrays in the memory of the host (`pinned_host`), such as the state of
-an optimizer. They stay there between steps, and each step moves them to its devices.
-
 A program may donate only arrays that come from our own programs, or that
 `strategy.make` has made. All other arrays are copied first, so no array that a user has
 made is deleted. Scalars are never donated.
@@ -19,20 +16,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
 
-from armillary._jax_compat import PROGRAMS_MOVE_MEMORY
 from armillary._planned import is_planning
 from armillary.distribute._dispatch import uninterrupted
-from armillary.distribute._global_arrays import (
-    PINNED_HOST,
-    as_global,
-    is_key,
-    is_on_host,
-)
 from armillary.distribute._new_arrays import is_new
 from armillary.distribute._strategy import Strategy
 from armillary.distribute.program._compare import check_same
+from armillary.distribute.program._homes import Homes, copy_arrays, put
 from armillary.errors import StateStructureError
 from armillary.state._adapters import Adapter, adapter_of
 from armillary.state._lift import State, as_array, check_has_values, strong
@@ -117,6 +107,7 @@ class FlatState:
         types: Shape and dtype of each array.
         arrays: The arrays, in the order of the state; `None` before the first program.
         state: The state that the arrays belong to.
+        homes: Where the arrays lie, in a step and between programs.
     """
 
     def __init__(self, state: State, strategy: Strategy) -> None:
@@ -137,25 +128,7 @@ class FlatState:
         num_arrays = len(state.paths)
         self.arrays: list[Any] = [None] * num_arrays
 
-        # An array has up to three shardings: inside of a step, as an input or output of
-        # a program, and at home between programs. Most strategies have all three alike.
-        # Some keep arrays elsewhere between programs, such as on the host.
-        placement = strategy.placement
-        self._in_step = list(placement.state_shardings(state))
-        self._shardings = list(self._in_step)
-        self._homes = [placement.home or sharding for sharding in self._shardings]
-
-        # Arrays that the user keeps in the memory of the host.
-        self._kept: set[int] = set()
-        # Among these, the arrays that programs take and return there.
-        self._on_host: list[int] = []
-        if placement.home is None:
-            self._keep_on_host(state.read())
-
-        homes_and_shardings = zip(self._homes, self._shardings, strict=True)
-        self._is_moved = [home != sharding for home, sharding in homes_and_shardings]
-        self._moves = any(self._is_moved)
-
+        self.homes = Homes(state, strategy.placement)
         # No program has run yet, so none has changed an array.
         self._use = _Use((), self.types)
         # Whether `arrays` are newer than the slots.
@@ -167,25 +140,6 @@ class FlatState:
         self._held = self._read()
         self._stale = set(range(len(self._places)))
         _flat_states.add(self)
-
-    def _keep_on_host(self, leaves: Sequence[Any]) -> None:
-        """Finds the arrays that the user keeps in the memory of the host.
-
-        Programs take and return them there, and a step moves them to the devices. With
-        an earlier release of JAX, they are moved before and after a program.
-        """
-        for i, leaf in enumerate(leaves):
-            if not is_on_host(leaf):
-                continue
-            self._kept.add(i)
-            sharding = self._in_step[i] or leaf.sharding
-            home = sharding.with_memory_kind(PINNED_HOST)
-            self._homes[i] = home
-            if PROGRAMS_MOVE_MEMORY:
-                self._on_host.append(i)
-                self._shardings[i] = home
-            else:
-                self._shardings[i] = sharding.with_memory_kind("device")
 
     def rebind(self, state: State) -> None:
         """Continues with the values that a new search for the same places has found."""
@@ -261,18 +215,12 @@ class FlatState:
             expected = self.types[i]
             if array.shape != expected.shape or array.dtype != expected.dtype:
                 return False
-        return not self._has_moved_to_host(arrays)
+        return not self.homes.has_moved_to_host(arrays)
 
     def serves(self, state: State) -> bool:
         """Returns whether programs for this state are also correct for another one."""
         is_alike = state.signature() == self.signature
-        return is_alike and not self._has_moved_to_host(enumerate(state.read()))
-
-    def _has_moved_to_host(self, arrays: Iterable[tuple[int, Any]]) -> bool:
-        """Returns whether the user has moved one of some arrays to the host."""
-        if self.strategy.placement.home is not None:
-            return False  # The strategy moves them home after each program anyway.
-        return any(is_on_host(leaf) and i not in self._kept for i, leaf in arrays)
+        return is_alike and not self.homes.has_moved_to_host(enumerate(state.read()))
 
     @contextlib.contextmanager
     def lent(self, changed: tuple[int, ...]) -> Iterator[_Parts]:
@@ -289,15 +237,14 @@ class FlatState:
         use = self._use
         donated = use.pick_donated(self.arrays)
         others = use.pick_others(self.arrays)
-        if not self._moves:
+        homes = self.homes
+        if not homes.moves:
             return donated, others
 
-        donated_shardings = use.pick_donated(self._shardings)
-        other_shardings = use.pick_others(self._shardings)
         # Copies, because a move may share memory with the array that stays at home.
-        copies = use.pick_donated(self._is_moved)
-        donated = _put(donated, donated_shardings, copies)
-        others = _put(others, other_shardings)
+        copies = use.pick_donated(homes.is_moved)
+        donated = put(donated, use.pick_donated(homes.of_program), copies)
+        others = put(others, use.pick_others(homes.of_program))
         return donated, others
 
     def settle(self, changed: tuple[int, ...]) -> None:
@@ -325,7 +272,7 @@ class FlatState:
             # be the user's own.
             array = self.arrays[i]
             if array is not None:
-                [self.arrays[i]] = _copy([array])
+                [self.arrays[i]] = copy_arrays([array])
 
     def join(
         self, changed: tuple[int, ...], donated: Sequence[Any], others: Sequence[Any]
@@ -337,48 +284,11 @@ class FlatState:
         by_index = dict(zip(order, arrays, strict=True))
         return [by_index[i] for i in range(len(order))]
 
-    @property
-    def all_shardings(self) -> Sequence[Any]:
-        """The sharding of each array in a step; `None` for any device."""
-        return self._in_step
-
-    def shardings(self, indices: Sequence[int]) -> list[Any]:
-        """Returns the shardings of outputs of programs; `None` for any device."""
-        return [self._shardings[i] for i in indices]
-
-    def bring(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns all arrays in the memory of the devices, for a step."""
-        space = jax.memory.Space.Device
-        brought = list(arrays)
-        for i in self._on_host:
-            brought[i] = _move(brought[i], self._in_step[i], space)
-        return brought
-
-    def at_home(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns all arrays in their memory, outside of a program."""
-        homes: list[Any] = [None] * len(self._homes)
-        for i in self._kept:
-            homes[i] = self._homes[i]
-        return _put(arrays, homes)
-
-    def send_back(self, indices: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-        """Returns the arrays with these indices in their memory, after a step."""
-        if not self._on_host:
-            return list(arrays)
-        space = jax.memory.Space.Host
-        sent: list[Any] = []
-        for i, array in zip(indices, arrays, strict=True):
-            if i in self._on_host:
-                sent.append(_move(array, self._shardings[i], space))
-            else:
-                sent.append(array)
-        return sent
-
     def types_to_take(self, changed: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Returns the result of `take` as shapes and shardings; nothing is placed."""
         types = [
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
-            for kind, sharding in zip(self.types, self._shardings, strict=True)
+            for kind, sharding in zip(self.types, self.homes.of_program, strict=True)
         ]
         use = _Use(changed, types)
         donated = use.pick_donated(types)
@@ -393,8 +303,9 @@ class FlatState:
 
     def give(self, values: Sequence[jax.Array], token: Any) -> None:
         """Takes the outputs of the program that the arrays were lent to."""
-        if self._moves:
-            values = _put(values, [self._homes[i] for i in self._use.changed])
+        homes = self.homes
+        if homes.moves:
+            values = put(values, [homes.between[i] for i in self._use.changed])
         self.arrays = list(self._use.pick_given([*values, *self.arrays]))
         self._is_ahead = True
         self._stale.clear()
@@ -473,10 +384,11 @@ class FlatState:
         stale = {i: x for i, x in self._stale_leaves() if x is not self.arrays[i]}
         donated = set(self._use.donated) if stale else set()
         values = [strong(value) for value in stale.values()]
-        homes = [self._homes[i] for i in stale]
+        between = self.homes.between
+        homes = [between[i] for i in stale]
         # A program may not donate an array of the user, only our copy of it.
         copies = [i in donated and not is_new(value) for i, value in stale.items()]
-        placed = _put(values, homes, copies)
+        placed = put(values, homes, copies)
 
         moved: set[int] = set()
         for (i, value), array in zip(stale.items(), placed, strict=True):
@@ -510,14 +422,14 @@ class FlatState:
             own.clear()
             for i in use.donated:
                 if id(arrays[i]) in own:
-                    [arrays[i]] = _copy([arrays[i]])
+                    [arrays[i]] = copy_arrays([arrays[i]])
                 own.add(id(arrays[i]))
 
         if own.isdisjoint(map(id, use.pick_others(arrays))):
             return set()  # the usual case
         moved = {i for i in use.others if id(arrays[i]) in own}
         for i in moved:
-            [arrays[i]] = _copy([arrays[i]])
+            [arrays[i]] = copy_arrays([arrays[i]])
         return moved
 
 
@@ -533,61 +445,3 @@ def forget_everywhere(arrays: Iterable[Any]) -> None:
     identities = set(map(id, arrays))
     for flat in _flat_states:
         flat.forget(identities)
-
-
-def _move(array: Any, sharding: Any, space: Any) -> Any:
-    """Moves an array to another memory of its devices."""
-    # XLA divides a moved array only as its sharding says. On a single device, JAX takes
-    # no sharding here in a program.
-    is_named = isinstance(sharding, NamedSharding)
-    return jax.device_put(array, sharding if is_named else space)
-
-
-def _put(
-    leaves: Sequence[jax.Array], shardings: Sequence[Any], copies: Sequence[bool] = ()
-) -> list[jax.Array]:
-    """Puts arrays on devices, some as copies; with `None`, they stay in place."""
-    if not leaves:
-        return []  # The usual case, and even an empty transfer takes time.
-
-    copies = copies or [False] * len(leaves)
-    copied = iter(_copy(list(itertools.compress(leaves, copies))))
-    placed: list[jax.Array] = []
-    for leaf, is_copy in zip(leaves, copies, strict=True):
-        placed.append(next(copied) if is_copy else leaf)
-
-    targets: dict[int, Any] = {}
-    for n, (target, is_copy) in enumerate(zip(shardings, copies, strict=True)):
-        if target is None:
-            continue
-        # Outputs of a program are committed to their devices. If its first inputs were
-        # not, the program would be compiled again.
-        if placed[n].sharding == target and placed[n].committed:
-            continue
-        if target.is_fully_addressable:
-            targets[n] = target
-            continue
-        # A copy, because the device may share memory with the host.
-        whole = as_global(placed[n], target)
-        placed[n] = whole.copy() if is_copy else whole
-
-    # In one call, because each call costs as much as a small array.
-    to_move = [placed[n] for n in targets]
-    moved = jax.device_put(to_move, list(targets.values()))
-    for n, array in zip(targets, moved, strict=True):
-        placed[n] = array
-    return placed
-
-
-def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Copies arrays on their devices, without compiling a program for each shape."""
-    # `device_put` with `may_alias=False` copies only to the same devices: a move may
-    # share memory. It also moves keys to the first device, so they are copied alone.
-    plain = [array for array in arrays if not is_key(array)]
-    homes: list[Any] = []
-    for array in plain:
-        # For an array that spans processes, the sharding must be passed.
-        spans_processes = not array.is_fully_addressable
-        homes.append(array.sharding if spans_processes else None)
-    copied = iter(jax.device_put(plain, homes, may_alias=False))
-    return [array.copy() if is_key(array) else next(copied) for array in arrays]

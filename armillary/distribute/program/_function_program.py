@@ -85,8 +85,8 @@ class FunctionProgram:
             donated: Sequence[Any], others: Sequence[Any], arrays: list[Any]
         ) -> Any:
             slots = flat.join(step.changed, donated, others)
-            new, results = step.call(flat.bring(slots), arrays)
-            new = flat.send_back(step.changed, new)
+            new, results = step.call(flat.homes.bring(slots), arrays)
+            new = flat.homes.send_back(step.changed, new)
             # The last result is a token: it is ready when the program has ended.
             return new, results, jnp.zeros(())
 
@@ -97,7 +97,7 @@ class FunctionProgram:
             self._function.compiler_options,
             split=flat.split,
             donate_argnums=0,
-            out_shardings=(flat.shardings(step.changed), None, None),
+            out_shardings=(flat.homes.of_outputs(step.changed), None, None),
         )
 
     @property

@@ -172,7 +172,7 @@ class _Tracing(NamedTuple):
             with (
                 self.flat.strategy.jax_settings(),
                 state.swapped(slots),
-                lifted(state, self.flat.strategy, self.flat.all_shardings),
+                lifted(state, self.flat.strategy, self.flat.homes.in_step),
             ):
                 result = self.fn(*arguments)
                 is_leaf = state.holds if self.is_live else None
