@@ -43,14 +43,14 @@ def test_each_name_is_in_the_file_that_the_page_says():
 
 
 def test_the_search_for_a_message_finds_code_and_test():
-    [(words, folders)] = re.findall(r'`grep -rn "([^"]+)" ([\w ]+)`', TEXT)
+    [(words, folders)] = re.findall(r'`git grep -n "([^"]+)" -- ([\w ]+)`', TEXT)
     for folder in folders.split():
         files = (REPOSITORY / folder).rglob("*.py")
         assert any(words in path.read_text() for path in files), folder
 
 
 def test_the_example_of_a_change_finds_code_test_and_page():
-    [search] = re.findall(r'^ +grep -rn "(.+)" ([\w/ ]+)$', TEXT, re.M)
+    [search] = re.findall(r'^ +git grep -n "(.+)" -- ([\w/ ]+)$', TEXT, re.M)
     words, folders = search
     found = {
         path.name

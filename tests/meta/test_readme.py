@@ -65,7 +65,7 @@ def test_the_commands_after_new_are_the_commands_that_it_prints(
     monkeypatch.chdir(tmp_path)
     prepare_new(argparse.Namespace(directory=Path("my_project")))()
     printed = read_commands(capsys.readouterr().out.partition("Continue with:\n")[2])
-    shown = read_commands(read_shown("cd ..  "))
+    shown = read_commands(read_shown("cd .."))
     start = shown.index("armillary new my_project") + 1
     assert len(shown[start:]) == 4
     assert shown[start:] == printed[:4]

@@ -87,9 +87,7 @@ def test_each_command_of_a_workflow_exists():
     assert (REPOSITORY / ".ci" / "run").is_file()
 
 
-PROGRAMS_OF_PAGES = (
-    '.venv/bin/pytest -m "" tests/meta/test_docs.py tests/meta/test_readme.py'
-)
+PROGRAMS_OF_PAGES = ".venv/bin/pytest tests/meta/test_docs.py tests/meta/test_readme.py"
 NO_PACKAGES = "ERROR: No matching distribution found for jax==0.8.2"
 
 
