@@ -24,13 +24,13 @@ _KERAS = (
 _DEVICES = "Write `jax.devices()`, or `jax.devices('cpu')` for one kind of device."
 _EAGERLY = (
     "Write `armillary.StandardTrainerOptions(compile_step=False)`, or "
-    "`with jax.disable_jit():` around a loop of your own."
+    "`with jax.disable_jit():` around your own loop."
 )
 _PREEMPTION = (
     "Write `armillary.actions.SaveCheckpointIfPreempted(checkpoint_manager, ...)`."
 )
 _LOOP = (
-    "An `armillary.StandardTrainer` compiles its loops. For a loop of your own, "
+    "An `armillary.StandardTrainer` compiles its loops. For your own loop, "
     "override `armillary.AbstractTrainer.train`."
 )
 _RESOLVE = "Write `armillary.cluster.resolve_cluster()`."
@@ -230,7 +230,7 @@ NAMES = {
     "summary.text": _STEP_SUMMARY + " Wrap it in `armillary.summary.Text(...)`.",
     "summary.create_file_writer": (
         "Write `armillary.Controller(..., summary_dir=...)`, or "
-        "`armillary.summary.SummaryManager(directory)` in a loop of your own."
+        "`armillary.summary.SummaryManager(directory)` in your own loop."
     ),
     "summary.trace_on": "Write `armillary.actions.Profile(...)`.",
     "metrics.Mean": (
