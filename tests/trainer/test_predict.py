@@ -13,6 +13,7 @@ from flax import nnx
 import armillary
 from armillary.data import InputOptions, from_arrays
 from armillary.errors import StateStructureError
+from tests.data.test_source import Positioned, Stateful
 from tests.mistakes import mistakes
 from tests.problems import make_strategy
 
@@ -204,3 +205,31 @@ def test_a_function_that_wraps_another_has_programs_of_its_own():
 
 def from_rows():
     return from_arrays(ROWS, batch_size=10)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("make", [Positioned, Stateful])
+def test_a_pass_in_progress_continues_after_a_prediction(make, prefetch):
+    strategy = armillary.distribute.DefaultStrategy()
+    options = InputOptions(prefetch=prefetch)
+
+    def values(batches):
+        return [np.ravel(jax.tree.leaves(batch)[0]).tolist() for batch in batches]
+
+    expected = values(strategy.distribute_dataset(make()))
+    assert len(expected) > 2
+    dataset = strategy.distribute_dataset(make(), options)
+    iterator = iter(dataset)
+    first = next(iterator)
+    position = dataset.get_state()
+
+    outputs = armillary.predict(lambda batch: batch, dataset, strategy=strategy)
+    begun = next(outputs)
+    second = next(iterator)  # While the prediction is in progress, too.
+    assert values([begun, *outputs]) == expected
+    again = armillary.predict(lambda batch: batch, dataset, strategy=strategy)
+    assert values(again) == expected
+
+    assert position != dataset.get_state()
+    assert values([first, second, *iterator]) == expected
+    assert values(dataset) == expected

@@ -85,6 +85,7 @@ def as_source(source: Any) -> Source:
             name,
             is_repositionable=True,
             keeps_order=True,
+            is_shared=True,
         )
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | type):
         return IterableSource(lambda epoch: iter(source), name)
@@ -159,6 +160,7 @@ def _from_torch(loader: Any, kind: str) -> IterableSource:
         copies=loader.collate_fn is not sys.modules["torch"].utils.data.default_collate,
         is_repositionable=has_position,
         keeps_order=has_position,
+        is_shared=has_position,
     )
 
 
@@ -209,7 +211,10 @@ def _from_huggingface_stream(dataset: Any, kind: str) -> IterableSource:
         return LoaderIterator(dataset, _as_columns, functools.partial(begin, epoch))
 
     name = f"Hugging Face {kind}{' with a shuffle buffer' if has_buffer else ''}"
-    return IterableSource(make, name, is_repositionable=not has_buffer)
+    has_position = not has_buffer
+    return IterableSource(
+        make, name, is_repositionable=has_position, is_shared=has_position
+    )
 
 
 def _has_buffer(examples: Any) -> bool:

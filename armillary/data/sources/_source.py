@@ -2,6 +2,8 @@
 
 import copy
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -63,7 +65,7 @@ class IterableSource:
 
     With `copies`, batches are copied, because they may share one buffer. With
     `keeps_order`, the order of a pass depends on the position at the end of the last
-    pass.
+    pass. With `is_shared`, the iterators of all passes move one object.
     """
 
     full_size = None
@@ -76,6 +78,7 @@ class IterableSource:
         copies: bool = True,
         is_repositionable: bool | None = None,
         keeps_order: bool = False,
+        is_shared: bool = False,
     ) -> None:
         self.name = name
         # The known facts about the data.
@@ -90,6 +93,7 @@ class IterableSource:
         self._keeps_order = keeps_order
         self._is_repositionable = is_repositionable
         self._unused: Any = None
+        self._turn = Turn() if is_shared else None
 
     @property
     def is_repositionable(self) -> bool:
@@ -101,33 +105,101 @@ class IterableSource:
     def finish(self, state: Any) -> None:
         """Goes to the end of a pass, if the order of the next pass depends on it."""
         if self._keeps_order:
-            self._make(0).finish(state)
+            self._own(self._make(0)).finish(state)
 
     def make_iterator(self, epoch: int) -> "OwnIterator":
         iterator = self._unused
         self._unused = None
         if iterator is None:
             iterator = self._make(epoch)
-        return OwnIterator(iterator, self._copies)
+        return self._own(iterator)
+
+    def _own(self, iterator: Any) -> "OwnIterator":
+        return OwnIterator(iterator, self._copies, self._turn or Turn())
+
+
+class Turn:
+    """The right to move an object that has a single position.
+
+    Several passes over such an object may be in progress, such as a training and a
+    prediction on the same data. They use it in turn. A pass that loses its turn keeps
+    its state, and sets it again before it continues.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # A weak reference, because a pass that is not read any more needs no state.
+        self.holder: weakref.ref[OwnIterator] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Turn":
+        return self  # A copy of a source calls the same function for its passes.
 
 
 class OwnIterator:
     """One pass over a source, with batches and states that never change afterwards."""
 
-    def __init__(self, iterator: Any, copies: bool) -> None:
+    def __init__(self, iterator: Any, copies: bool, turn: Turn) -> None:
         self._iterator = iterator
         self._copies = copies
+        self._turn = turn
+        self._has_ended = False
+        # The state, in a tuple, if the next batch comes after it. It is needed because
+        # many iterators move only when their next batch is read.
+        self._state: tuple[Any] | None = None
 
     def __next__(self) -> Batch:
-        batch = next(self._iterator)
-        return jax.tree.map(_copy, batch) if self._copies else batch
+        with self._turn.lock:
+            if self._has_ended:
+                raise StopIteration
+            self._take_turn()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._has_ended = True
+                raise
+            self._state = None
+            # Within the turn, because the next pass may overwrite the buffer.
+            return jax.tree.map(_copy, batch) if self._copies else batch
 
     def get_state(self) -> Any:
+        with self._turn.lock:
+            if self._state is None:
+                self._take_turn()
+                return self._read_state()
+            (state,) = self._state
+            return copy.deepcopy(state)
+
+    def set_state(self, state: Any) -> None:
+        with self._turn.lock:
+            self._take_turn((state,))
+
+    def finish(self, state: Any) -> None:
+        """Goes to the end of a pass, if the order of the next pass depends on it."""
+        with self._turn.lock:
+            self._take_turn()
+            self._iterator.finish(state)
+
+    def _read_state(self) -> Any:
         # A copy, because many iterators return the live object.
         return copy.deepcopy(self._iterator.get_state())
 
-    def set_state(self, state: Any) -> None:
-        self._iterator.set_state(copy.deepcopy(state))
+    def _take_turn(self, new_state: tuple[Any] | None = None) -> None:
+        """Makes the object stand where this pass is, or at a new state."""
+        turn = self._turn
+        holder = None if turn.holder is None else turn.holder()
+        is_away = holder is not self
+        if holder is not None and is_away and not holder._has_ended:
+            holder._state = holder._state or (holder._read_state(),)
+
+        state = new_state
+        if state is None and is_away:
+            state = self._state
+        if state is not None:
+            turn.holder = None  # After an error, the position is unknown.
+            self._iterator.set_state(copy.deepcopy(state[0]))
+            self._state = copy.deepcopy(state)
+            self._has_ended = False
+        turn.holder = weakref.ref(self)
 
 
 def _copy(leaf: Any) -> Any:
@@ -203,25 +275,55 @@ def is_kind(value: Any, library: str, path: str) -> bool:
 
 def from_iterator(iterator: Any) -> IterableSource:
     """Returns a source of a single pass, unless the iterator has positions."""
+    if has_methods(iterator, *POSITION):
+        return _from_positioned(iterator)
     has_begun = False
-    can_go_back = has_methods(iterator, *POSITION)
-    start = copy.deepcopy(iterator.get_state()) if can_go_back else None
 
     def begin(epoch: int) -> Any:
         nonlocal has_begun
-        if has_begun and not can_go_back:
+        if has_begun:
             raise DatasetStateError(
                 f"The dataset is an iterator of type {type(iterator).__name__}, which "
                 "gives its batches only once, but the program needs a second pass. "
                 "Pass the function that makes it (`make_batches`, not "
                 "`make_batches()`)."
             )
-        if has_begun:
-            iterator.set_state(copy.deepcopy(start))
         has_begun = True
         return iterator
 
-    return IterableSource(begin, "iterator", is_repositionable=can_go_back)
+    return IterableSource(begin, "iterator", is_repositionable=False)
+
+
+def _from_positioned(iterator: Any) -> IterableSource:
+    """Returns a source whose passes begin where an iterator is now."""
+    start = copy.deepcopy(iterator.get_state())
+    is_at_start = True
+
+    def begin() -> None:
+        nonlocal is_at_start
+        if not is_at_start:
+            iterator.set_state(copy.deepcopy(start))
+        is_at_start = False
+
+    loader = _AsLoader(iterator)
+    return IterableSource(
+        lambda epoch: LoaderIterator(loader, begin=begin),
+        "iterator",
+        is_repositionable=True,
+        is_shared=True,
+    )
+
+
+class _AsLoader:
+    """An iterator with positions, under the names of a loader."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self.state_dict = iterator.get_state
+        self.load_state_dict = iterator.set_state
+
+    def __iter__(self) -> Any:
+        return self._iterator
 
 
 def returns_position(get_state: _Method) -> _Method:
