@@ -1,8 +1,11 @@
 """Tests of `from_random_access`: rows by number, one read for each, and mistakes."""
 
+import copy
 import itertools
 import json
+import pickle
 import threading
+import time
 from collections import Counter
 
 import jax
@@ -158,6 +161,40 @@ def test_threads_read_the_rows_of_a_batch():
     rows.threads.clear()
     next(iter(source))
     assert all(name.startswith("armillary-rows") for name in rows.threads)
+
+
+class OneAtATime(Rows):
+    """Fails if two threads read at the same time, as many files do."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_busy = threading.Lock()
+
+    def __getitem__(self, number):
+        assert self.is_busy.acquire(blocking=False), "two threads read"
+        try:
+            time.sleep(0.002)
+            return super().__getitem__(number)
+        finally:
+            self.is_busy.release()
+
+
+def test_one_thread_at_a_time_reads_a_source():
+    source = from_random_access(OneAtATime(), batch_size=2)
+    dataset = armillary.DefaultStrategy().distribute_dataset(source)
+    iterator = iter(dataset)
+    next(iterator)  # The thread that reads ahead continues.
+    assert "rows" in dataset.get_state()["order"]
+    assert len(list(iterator)) == 11
+
+
+def test_a_dataset_can_be_copied_and_sent():
+    for num_threads in (1, 2):
+        source = from_random_access(
+            list(range(4)), batch_size=2, num_threads=num_threads
+        )
+        for made in (copy.deepcopy(source), pickle.loads(pickle.dumps(source))):
+            assert [batch.tolist() for batch in made] == [[0, 1], [2, 3]]
 
 
 def test_several_rows_are_asked_for_at_once():

@@ -1,5 +1,7 @@
 """Random-access (map-style) data of the user, such as files of images."""
 
+import contextlib
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -89,6 +91,8 @@ class RandomAccessDataset(IndexedDataset):
         self._source = source
         self.argument = argument or self.argument
         self._num_threads = check_positive_int("num_threads", num_threads)
+        # Several passes, and a save that compares the examples, read the same source.
+        self._one_thread = contextlib.nullcontext() if num_threads > 1 else _OneThread()
         super().__init__(self.argument, self._count(source), *options)
         # One read finds examples that no device can hold before the program runs.
         self.row_types = self._read_types()
@@ -154,7 +158,8 @@ class RandomAccessDataset(IndexedDataset):
         Raises:
             TypeError: If one is missing.
         """
-        examples = read_examples(self._source, numbers, self.argument)
+        with self._one_thread:
+            examples = read_examples(self._source, numbers, self.argument)
         for number, example in zip(numbers, examples, strict=True):
             if example is None:
                 raise TypeError(
@@ -177,6 +182,25 @@ class RandomAccessDataset(IndexedDataset):
     def _fingerprint_rows(self) -> str:
         rows = self.read_rows(self.spaced_rows(_MAX_READ))
         return fingerprint(*jax.tree.leaves(rows))
+
+
+class _OneThread:
+    """A lock of a dataset; a deep copy, or a copy in a process, has a lock of its own.
+
+    The source is copied with it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return _OneThread, ()
 
 
 def _as_array(leaf: Any) -> np.ndarray:
