@@ -310,6 +310,12 @@ def test_wrong_arguments_are_errors(call, error, message):
         call()
 
 
+def test_a_document_with_masked_tokens_is_an_error():
+    tokens = np.ma.masked_array([1, 2, 3], mask=[False, False, True])
+    with pytest.raises(TypeError, match=r"Document 1 .*masked.*`tokens\.filled\(0\)`"):
+        pack([np.arange(3), tokens], row_length=4)
+
+
 def test_selected_documents_are_packed():
     documents = Documents([3, 9, 2, 4])
     packed = pack(select(documents, [1, 3]), row_length=16)

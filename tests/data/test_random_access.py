@@ -181,7 +181,7 @@ class OneAtATime(Rows):
 
 def test_one_thread_at_a_time_reads_a_source():
     source = from_random_access(OneAtATime(), batch_size=2)
-    dataset = armillary.DefaultStrategy().distribute_dataset(source)
+    dataset = armillary.distribute.DefaultStrategy().distribute_dataset(source)
     iterator = iter(dataset)
     next(iterator)  # The thread that reads ahead continues.
     assert "rows" in dataset.get_state()["order"]
@@ -365,6 +365,18 @@ def test_an_example_of_other_types_is_named(difference):
     source = from_random_access(Examples(good, good, other, good), batch_size=4)
     with pytest.raises(TypeError, match=rf"(?s)^Example 2 of `source` has.*{text}"):
         next(iter(source))
+
+
+def test_an_example_with_masked_values_is_an_error():
+    good = np.ma.masked_array([1.0, 2.0], mask=[False, False])
+    masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+    message = (
+        r"(?s)Example 1 of `source`, as a batch,.*MaskedArray.*values\.filled\(0\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        next(iter(from_random_access([good, masked], batch_size=2)))
+    batch = next(iter(from_random_access([good, good], batch_size=2)))
+    assert batch.tolist() == [[1.0, 2.0]] * 2
 
 
 def test_wrong_options_are_errors():

@@ -229,6 +229,12 @@ def _as_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
 def _as_document(value: Any, number: int) -> dict[str, np.ndarray]:
     """Returns the arrays of a document by name."""
     arrays = value if isinstance(value, Mapping) else {_TOKENS: value}
+    masked = [name for name, leaf in arrays.items() if np.ma.is_masked(leaf)]
+    if masked:
+        raise TypeError(
+            f"Document {number} of `documents` has masked values in `{masked[0]}`, but "
+            "every token must have a value. Fill them in, as in `tokens.filled(0)`."
+        )
     try:
         found = {name: np.asarray(as_numpy(leaf)) for name, leaf in arrays.items()}
     except ValueError:  # Lists of several lengths.

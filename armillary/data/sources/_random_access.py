@@ -103,19 +103,24 @@ class RandomAccessDataset(IndexedDataset):
     def _read_types(self) -> PyTree:
         first = self._read([0])[0]
         example = jax.tree.map(_as_array, first)
-        batch = jax.tree.map(lambda leaf: leaf[np.newaxis], example)
-        check_batch(batch, lambda: f"Example 0 of `{self.argument}`, as a batch,")
+        self._check_example(0, example)
 
         def type_of(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
         return jax.tree.map(type_of, example)
 
+    def _check_example(self, number: int, example: PyTree) -> None:
+        batch = jax.tree.map(lambda leaf: leaf[np.newaxis], example)
+        name = f"Example {number} of `{self.argument}`, as a batch,"
+        check_batch(batch, lambda: name)
+
     def read_rows(self, rows: np.ndarray) -> Batch:
         """Returns these examples.
 
         Raises:
-            TypeError: If an example does not have the types of the first example.
+            TypeError: If an example does not have the types of the first example, or
+                has masked values.
         """
         types, structure = jax.tree.flatten(self.row_types)
         expected = [(row.shape, row.dtype) for row in types]
@@ -131,6 +136,9 @@ class RandomAccessDataset(IndexedDataset):
                     name = f"Example {numbers[place]} of `{self.argument}`"
                     example = found.unflatten(leaves)
                     check_rows(example, self.row_types, lambda name=name: name, 0)
+                if any(map(np.ma.is_masked, leaves)):
+                    # The types are equal, but a copy has the values under the mask.
+                    self._check_example(numbers[place], found.unflatten(leaves))
                 for column, leaf in zip(columns, leaves, strict=True):
                     column[place] = leaf
             start += len(some)
