@@ -401,8 +401,16 @@ class DistributedDataset(OfOneProcessOnceUsed):
         states = state.get(_PIPELINES, [state])
         is_agreed = self.input.is_agreed
         pipelines = self.layout.pipelines if is_agreed else ONE_PIPELINE
-        is_of_several = _PIPELINES in state
-        if len(states) != len(pipelines) or is_of_several != is_agreed:
+        if len(states) == len(pipelines):
+            return states[find_pipeline(self.layout)] if is_agreed else states[0]
+
+        # Between two passes, no pipeline has examples left to read, however many there
+        # are. The places where the old pipelines ended mean nothing to the new ones.
+        places = {(part["epoch"], part["exhausted"]) for part in states}
+        are_between = all(
+            part["exhausted"] or part["source"] is None for part in states
+        )
+        if not are_between or len(places) > 1:
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
                 f"the program has {len(pipelines)}. Each of them reads data of its own "
@@ -414,4 +422,4 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 "read this data from the beginning, leave the dataset out of the "
                 "checkpoint."
             )
-        return states[find_pipeline(self.layout)] if is_agreed else states[0]
+        return states[0] | {"source": None}

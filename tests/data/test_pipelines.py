@@ -1,12 +1,14 @@
 """Tests of input pipelines that feed parts of one replica's batch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from armillary.cluster._peers import ALONE
 from armillary.data import DistributedDataset, InputOptions, from_arrays
 from armillary.data._layout import Pipelines, find_pipeline
 from armillary.errors import BatchSizeError, DatasetStateError, PeerError
@@ -185,3 +187,48 @@ def test_a_position_continues_with_as_many_pipelines():
     for outcome in run_together(refuse, 3):
         with pytest.raises(DatasetStateError, match=message):
             raise outcome
+
+
+def read_next(peers: Any, pipelines: Pipelines, state: Any) -> list[int]:
+    dataset = make_dataset(peers, pipelines)
+    dataset.set_state(state)
+    reader = dataset.open_reader(in_pieces=False, begins_anew=True)
+    return reader.data.gather.on_host(next(reader).arrays)["x"].tolist()
+
+
+def test_the_position_of_one_pipeline_continues_on_any_number_of_processes():
+    together: Pipelines = ((0, 1),)
+
+    def save(peers: Any) -> Any:
+        dataset = make_dataset(peers, ((0,),) if peers is ALONE else together)
+        reader = open_reader(dataset)
+        next(reader)
+        reader.used = reader.position
+        return dataset.get_state()
+
+    alone = save(ALONE)
+    states = run_together(save, 2)
+    assert "pipelines" not in alone
+    assert "pipelines" in states[0]
+
+    on_two = run_together(lambda peers: read_next(peers, together, alone), 2)
+    assert on_two == [[2, 3]] * 2
+    assert read_next(ALONE, ((0,),), states[0]) == [2, 3]
+
+
+def test_another_number_of_pipelines_continues_between_two_passes():
+    def save(peers: Any) -> Any:
+        dataset = make_dataset(peers, EACH_ALONE)
+        reader = open_reader(dataset)
+        for _ in reader:
+            reader.used = reader.position
+        reader.used = replace(reader.used, is_exhausted=True)
+        return dataset.get_state()
+
+    state, _ = run_together(save, 2)
+    assert len(state["pipelines"]) == 2
+
+    apart: Pipelines = ((0,), (1,), (2,))
+    on_three = run_together(lambda peers: read_next(peers, apart, state), 3)
+    assert on_three == [[0, 1], [100, 101], [200, 201]]
+    assert read_next(ALONE, ((0,),), state) == [0, 1]
