@@ -77,6 +77,8 @@ class SummaryManager:
         # The step of the last restore, and of the last one after which training ran.
         self._restored_at: int | None = None
         self._resumed_at: int | None = None
+        # The directories whose writers were called since then.
+        self._resumed: set[str] = set()
 
     def write_summaries(self, values: Output, *, step: int) -> None:
         """Writes all `values`; if there are several processes, the chief writes them.
@@ -151,12 +153,19 @@ class SummaryManager:
             return
         self._resumed_at = self._restored_at
         self._restored_at = None
-        for writer in itertools.chain(*self._writers.values()):
-            self._resume(writer)
+        self._resumed.clear()
+        for directory in self._writers:
+            self._resume(directory)
 
-    def _resume(self, writer: Any) -> None:
-        if self._resumed_at is not None and hasattr(writer, "resume"):
-            writer.resume(self._resumed_at)
+    def _resume(self, directory: str) -> None:
+        """Calls `resume` of the writers of a directory, once for each restore."""
+        # A directory that is opened again already has values of the resumed run.
+        if self._resumed_at is None or directory in self._resumed:
+            return
+        self._resumed.add(directory)
+        for writer in self._writers[directory]:
+            if hasattr(writer, "resume"):
+                writer.resume(self._resumed_at)
 
     def flush(self) -> None:
         """Brings everything written so far onto the disk."""
@@ -188,11 +197,9 @@ class SummaryManager:
             write(*arguments)
 
     def _open_writers(self, directory: str) -> None:
-        writers = [make(directory) for make in self._makers]
-        self._writers[directory] = writers
-        for writer in writers:
-            # It missed the call for the other writers, when the run was restored.
-            self._resume(writer)
+        self._writers[directory] = [make(directory) for make in self._makers]
+        # They missed the call for the other writers, when the run was restored.
+        self._resume(directory)
 
 
 def _find_values(

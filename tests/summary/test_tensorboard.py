@@ -331,3 +331,16 @@ def test_a_restore_that_is_only_evaluated_leaves_later_steps(tmp_path):
     manager.close()
 
     assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 9.0)]
+
+
+def test_a_manager_that_is_closed_and_used_again_keeps_its_values(tmp_path):
+    manager = SummaryManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.write_summaries({"loss": float(step)}, step=step)
+    manager.resume_at(1)
+    manager.write_summaries({"loss": 8.0}, step=2)
+    manager.close()
+    manager.write_summaries({"loss": 9.0}, step=3)
+    manager.close()
+
+    assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 8.0), (3, 9.0)]
