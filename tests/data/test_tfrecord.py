@@ -154,6 +154,30 @@ def test_features_that_do_not_fit_are_errors(tmp_path, message):
         read_one(path, **BAD_FEATURES[message])
 
 
+@pytest.mark.parametrize("count", [1, 20])  # Twenty records are read together.
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_float_that_does_not_fit_is_an_error(tmp_path, dtype, count):
+    large = 1e6 if dtype == np.float16 else 3.4e38
+    fine = [{"f": x} for x in [0.1, np.inf, np.nan, *np.zeros(count - 1)]]
+    feature = {"f": FixedLenFeature((), dtype)}
+    read_one(write(tmp_path, *fine), **feature)
+
+    path = write(tmp_path, *fine, {"f": large})
+    message = rf"^Record {len(fine)} .* in the feature 'f', which {np.dtype(dtype)} "
+    with pytest.raises(TFRecordError, match=message + "cannot hold.*`np.float32`"):
+        read_one(path, **feature)
+
+
+@pytest.mark.parametrize(
+    ("default", "dtype"),
+    [(0.5, np.int32), ([1, 300], np.uint8), (np.nan, np.int64), (1e6, np.float16)],
+)
+def test_a_default_that_does_not_fit_is_an_error(default, dtype):
+    message = rf"`default_value` is .*: {np.dtype(dtype)} cannot hold (0.5|300|nan|1.*)"
+    with pytest.raises(ValueError, match=message):
+        FixedLenFeature(np.shape(default), dtype, default)
+
+
 def test_every_changed_byte_and_every_cut_is_an_error(tmp_path):
     path = write(tmp_path, {"x": 0}, {"x": 1})
     whole = path.read_bytes()

@@ -61,7 +61,7 @@ class FixedLenFeature:
         default = self.default_value
         if default is not None:
             try:
-                default = np.asarray(default, dtype)
+                default = _as_default(default, dtype)
                 default = default.reshape(shape if default.size > 1 else ())
                 default = np.broadcast_to(default, shape)
             except (TypeError, ValueError, OverflowError) as error:
@@ -80,6 +80,32 @@ def list_for(dtype: np.dtype) -> str | None:
         return "bytes_list"
     # By JAX, because NumPy does not count types such as bfloat16 as floats.
     return "float_list" if jax.dtypes.issubdtype(dtype, np.floating) else None
+
+
+def convert(values: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Returns numbers in another dtype, and which of them it can hold.
+
+    Floats may be rounded, but not become infinite.
+    """
+    # A signaling NaN is allowed, too.
+    with np.errstate(invalid="ignore", over="ignore"):
+        made = values.astype(dtype, copy=False)
+    if values.dtype.kind in "biu" or dtype.kind in "biu":
+        return made, made == values
+    if values.dtype == dtype:
+        return made, np.ones(values.shape, bool)
+    return made, np.isfinite(made) | ~np.isfinite(values)
+
+
+def _as_default(value: Any, dtype: np.dtype) -> np.ndarray:
+    """Returns a default value in the dtype of its feature, which must hold it."""
+    written = np.asarray(value)
+    if dtype.kind == "O" or written.dtype.kind in "OSU":
+        return np.asarray(value, dtype)
+    made, fits = convert(written, dtype)
+    if not fits.all():
+        raise ValueError(f"{dtype} cannot hold {written[~fits][0]}")
+    return made
 
 
 def check_features(features: Any) -> dict[str, FixedLenFeature]:

@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from armillary.data.sources._features import DTYPES_BY_LIST, FixedLenFeature, list_for
+from armillary.data.sources._features import (
+    DTYPES_BY_LIST,
+    FixedLenFeature,
+    convert,
+    list_for,
+)
 from armillary.errors import TFRecordError
 
 
@@ -51,15 +56,13 @@ def read_values(
         return np.fromiter(values, object, len(values)).reshape(feature.shape)
 
     written = np.asarray(values)
-    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
-        read = written.astype(dtype)
-    if kind == "int64_list":
-        wrong = written[read != written]
-        if wrong.size:
-            raise TFRecordError(
-                f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. "
-                "Use a wider dtype, such as `np.int64`."
-            )
+    read, fits = convert(written, dtype)
+    wrong = written[~fits]
+    if wrong.size:
+        raise TFRecordError(
+            f"holds {wrong[0]} in the feature {name!r}, which {dtype} cannot hold. Use "
+            f"a wider dtype, such as `{DTYPES_BY_LIST[kind]}`."
+        )
     return read.reshape(feature.shape)
 
 

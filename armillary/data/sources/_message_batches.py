@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from armillary.data.sources._features import DTYPES_BY_LIST, FixedLenFeature, list_for
+from armillary.data.sources._features import (
+    DTYPES_BY_LIST,
+    FixedLenFeature,
+    convert,
+    list_for,
+)
 
 _LISTS = ["", *DTYPES_BY_LIST]
 """The lists by the number of their field."""
@@ -254,15 +259,14 @@ def _take_values(
         if not are_small:
             fits, written = _take_integers(data, begin, end, count)
 
-    with np.errstate(invalid="ignore"):  # A signaling NaN is allowed, too.
-        read = written.astype(dtype, copy=False)
-    if kind == 3:
-        # An integer may be too large for the dtype.
-        is_same = (read == written).all(1)
-        if not is_same.all():
-            changed = np.flatnonzero(fits)[~is_same]
-            fits[changed] = False
-            read = read[is_same]
+    if kind == 1:
+        return fits, written.astype(dtype, copy=False)
+    # A number may be too large for the dtype.
+    read, fit = convert(written, dtype)
+    is_fine = fit.all(1)
+    if not is_fine.all():
+        fits[np.flatnonzero(fits)[~is_fine]] = False
+        read = read[is_fine]
     return fits, read
 
 
