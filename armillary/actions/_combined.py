@@ -50,7 +50,7 @@ class StepAction:
     """An action that uses the global step."""
 
     _read_step: Callable[[], int] | None = None
-    last_step = 0  # the step of the last call
+    last_step = 0  # the step of the last call that was complete
 
     def bind_step_counter(self, counter: Any) -> None:
         """Sets a step counter, such as `optimizer.step`; a `Controller` calls this."""
@@ -61,17 +61,15 @@ class StepAction:
         """Continues after a last call at `step`; a `Controller` calls this."""
         self.last_step = step
 
-    def _advance(self) -> tuple[int, int]:
-        """Returns the global step of this method's last call, and the current one."""
+    def _read_steps(self) -> tuple[int, int]:
+        """Returns the global step of the last complete call, and the current one."""
         if self._read_step is None:
             raise RuntimeError(
                 f"`{type(self).__name__}` was called, but it has no step counter. In a "
                 "loop without a `Controller`, call "
                 "`action.bind_step_counter(optimizer.step)` first."
             )
-        last = self.last_step
-        self.last_step = self._read_step()
-        return last, self.last_step
+        return self.last_step, self._read_step()
 
 
 def as_actions(name: str, actions: Any) -> tuple[Action, ...]:
@@ -113,7 +111,8 @@ class PeriodicAction(StepAction):
     """Runs an action, or several in turn, each time that an interval has passed.
 
     It runs them at the first output after each multiple of the interval, even if the
-    run was interrupted.
+    run was interrupted. If one of them fails and the program trains on, it runs them at
+    the next output.
 
     Args:
         action: The action to run, or a sequence of actions.
@@ -131,7 +130,9 @@ class PeriodicAction(StepAction):
 
     def __call__(self, output: Output) -> None:
         """Runs the actions with `output` if the interval has passed."""
-        last, now = self._advance()
+        last, now = self._read_steps()
         if now // self.interval > last // self.interval:
             for action in self.actions:
                 action(output)
+        # ORDER: if an action fails, the next output of this program runs it again.
+        self.last_step = now

@@ -57,7 +57,8 @@ class Profile(StepAction):
     def __call__(self, output: Output) -> None:
         """Begins or ends the trace, if the step is reached."""
         del output
-        last, now = self._advance()
+        last, now = self._read_steps()
+        self.last_step = now
         if self._begun_at is not None:
             if now >= self._begun_at + self.steps:
                 self.end_training()

@@ -42,6 +42,21 @@ def test_a_run_that_resumes_continues_with_the_same_multiples():
     assert seen == [50, 80, 100]
 
 
+def test_an_action_that_failed_runs_at_the_next_output():
+    step = Mock(return_value=0)
+    action = Mock(side_effect=[OSError("no space left"), None])
+    periodic = PeriodicAction(action, 25)
+    periodic.bind_step_counter(step)
+
+    step.return_value = 30
+    with pytest.raises(OSError, match="no space left"):
+        periodic({})
+    for step.return_value in (40, 45):
+        periodic({})
+
+    assert action.call_count == 2
+
+
 def test_a_periodic_action_combines_with_other_actions():
     seen = []
     inner = PeriodicAction([collect(seen), collect(seen)], interval=20)
