@@ -29,7 +29,8 @@ class Profile(StepAction):
     starts the next loop, so the devices wait a moment between loops.
 
     Args:
-        at: The global step at which the trace begins.
+        at: The global step at which the trace begins. With 0, it begins after the first
+            loop.
         steps: The smallest number of steps to trace.
         directory: The directory that TensorBoard shows. The trace is in its folder
             `plugins/profile`.
@@ -62,7 +63,8 @@ class Profile(StepAction):
         if self._begun_at is not None:
             if now >= self._begun_at + self.steps:
                 self.end_training()
-        elif last < self.at <= now and get_process().is_chief:
+        # Step 0 is reached before any loop ends, so the first loop counts for it.
+        elif last < max(self.at, 1) <= now and get_process().is_chief:
             self._begin(now)
 
     def _begin(self, step: int) -> None:

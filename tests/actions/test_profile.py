@@ -72,6 +72,11 @@ def test_whole_loops_are_traced(tmp_path, caplog):
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
+def test_a_trace_at_step_0_begins_after_the_first_loop(tmp_path):
+    make_controller(Profile(at=0, steps=5, directory=tmp_path)).train(20)
+    assert read_steps(tmp_path) == [5]
+
+
 def test_the_trace_ends_with_training_and_with_an_exception(tmp_path):
     make_controller(Profile(at=5, steps=1000, directory=tmp_path / "a")).train(15)
     assert read_steps(tmp_path / "a") == [5, 10]
