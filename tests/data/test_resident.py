@@ -87,6 +87,18 @@ def test_batches_equal_batches_from_the_host(strategy, arguments, prefetch):
             assert_same(actual, expected)
 
 
+def test_arrays_are_placed_again_for_64_bits():
+    strategy = armillary.distribute.DefaultStrategy()
+    source = from_arrays(make_arrays(), batch_size=8)
+    datasets = make_pair(strategy, source)  # They keep the placed arrays.
+    assert_same(*map(next, map(iter, datasets)))
+
+    with jax.enable_x64(True):
+        host, resident = map(next, map(iter, make_pair(strategy, source)))
+        assert_same(resident, host)
+    assert host["float64"].dtype == np.float64
+
+
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_remainders_equal_remainders_from_the_host(strategy, remainder):
     source = from_arrays(make_arrays(37), batch_size=10, shuffle_seed=1)

@@ -26,7 +26,11 @@ from armillary.data.sources._arrays import (
     IndexedIterator,
     find_indexed,
 )
-from armillary.data.sources._batch import as_device_values, canonical_dtype
+from armillary.data.sources._batch import (
+    as_device_values,
+    canonical_dtype,
+    get_signature,
+)
 from armillary.data.sources._source import Source
 from armillary.data.sources._take import NO_ROW
 from armillary.typing import Batch, PyTree
@@ -158,15 +162,17 @@ class _PlacedArrays:
     def __init__(self, arrays: PyTree, layout: BatchLayout) -> None:
         self._arrays = arrays
         self._layout = layout
-        self._placed: PyTree = None
+        self._placed: dict[Any, PyTree] = {}
 
     def get(self) -> PyTree:
         # Background threads of several iterators may ask at the same time.
         with _lock:
-            if self._placed is None:
+            # The dtypes on a device change with `jax_enable_x64`.
+            signature = get_signature(self._arrays)
+            if signature not in self._placed:
                 arrays = as_device_values(self._arrays, lambda: "`arrays`")
-                self._placed = self._layout.replicate(arrays)
-            return self._placed
+                self._placed[signature] = self._layout.replicate(arrays)
+            return self._placed[signature]
 
 
 # Datasets of one source on one layout share them.
