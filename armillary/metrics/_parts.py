@@ -203,7 +203,8 @@ def _join_number(number: Number, integers: np.ndarray) -> np.ndarray:
         integers = integers.reshape(*number.shape, NUM_INTEGERS)
         return sum_integers(integers).astype(number.dtype)
     counts = integers.reshape(number.shape)
-    fits = np.all(counts <= np.iinfo(number.dtype).max)
+    limits = np.iinfo(number.dtype)
+    fits = np.all((limits.min <= counts) & (counts <= limits.max))
     # A count of pixels may be larger than 32 bits hold.
     dtype = number.dtype if fits else np.float32
     return counts.astype(dtype)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.metrics._counts import Counts, FloatSum
+from armillary.metrics._parts import Number, _join_number
 from tests.problems import make_strategy
 
 BOUNDED = settings(deadline=None, derandomize=True)
@@ -116,6 +118,15 @@ def test_counts_may_be_negative():
     for number in (-(2**31) + 1, 5, -(2**31) + 1):
         counts.add(jnp.int32(number))
     assert int(counts.read()) == -(2**32) + 7
+
+
+@pytest.mark.parametrize("total", [2**31 + 8, -(2**31) - 8])
+def test_a_total_that_its_integers_cannot_hold_becomes_a_float(total):
+    number = Number(nnx.metrics.MetricState, (2,), np.dtype(np.int32))
+    joined = _join_number(number, np.array([total, 5]))
+    assert joined.dtype == np.float32
+    assert joined.tolist() == [np.float32(total), 5]
+    assert _join_number(number, np.array([-(2**31), 5])).dtype == np.int32
 
 
 def test_counts_are_read_outside_of_traced_functions():
