@@ -115,7 +115,11 @@ class NewBestMetric(_BestValue):
             for a loss.
         directory: Directory for the best value, in a JSON file named for the metric. It
             is made when the first value is written. In a job of several processes, the
-            chief writes. `None` keeps the value in memory only.
+            chief writes, and each process reads when the object is made. So all of them
+            need the same directory, on a shared disk. Otherwise, they would decide
+            differently after a restart, and wait for each other in actions that all
+            must run. Without a shared disk, make the object part of a `Checkpoint`.
+            `None` keeps the value in memory only.
 
     Attributes:
         best_value: The best value so far, or `None` before the first value.
