@@ -9,8 +9,10 @@ or in an `nnx.MultiMetric`::
     return {"f1": self.f1.compute()}                                   # eval_end
 
 Their state consists of counts, held in integers of 63 bits. So a result depends only on
-the examples: not on their order, on batches, replicas or processes. `compute` waits for
-the device, works in NumPy, and raises an error if an update got invalid values.
+the examples: not on their order, on batches, replicas or processes. Sums of floats are
+an exception in their last digits: they are added in 32 bits within a batch, and exactly
+over batches. `compute` waits for the device, works in NumPy, and raises an error if an
+update got invalid values.
 
 `Sum`, `Ratio` and `WeightedMean` also take numbers when they are made. So the step of a
 `StepTrainer` returns a new one from every step: `{"loss": Ratio(loss, num_tokens)}`.
