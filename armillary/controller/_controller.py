@@ -375,6 +375,8 @@ class Controller(OfOneProcess):
             check_positive_int("until_step", until_step)
 
         self._run.stop.clear()
+        # The constructor restored the latest checkpoint, but the oldest comes first.
+        notify(self.eval_actions, "resume_at", 0)
         output: Output = None
         for path in self._saving.watch(timeout, timeout_fn):
             if not restore_if_good(self.restore_checkpoint, path):

@@ -322,8 +322,10 @@ class Saving:
         run.goodput.mark("restore", step)
         notify(run.train_actions, "resume_at", step)
         if run.trainer is not None:
-            # A step that is evaluated again runs its actions again.
-            notify(run.eval_actions, "resume_at", self.evaluated or 0)
+            # A step that is evaluated again runs its actions again. A job that watches
+            # has run them for the checkpoints before this one.
+            if not self._is_watching:
+                notify(run.eval_actions, "resume_at", self.evaluated or 0)
             for curves in {run.curves, run.eval_curves}:
                 curves.resume_at(step)
         warn_of_missing(run.trainer, manager.checkpoint.objects, restored, step)

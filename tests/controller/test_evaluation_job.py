@@ -184,6 +184,27 @@ def test_a_run_that_goes_back_runs_its_actions_after_evaluations_again(tmp_path)
     assert steps == [4, 8, 4, 8]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_an_evaluation_job_keeps_the_interval_of_its_actions(tmp_path, evaluates):
+    options = {"checkpoint_interval": 2, "max_to_keep": None}
+    training = make_controller(Run(), tmp_path, options)
+    if evaluates:  # The latest checkpoint records the evaluation of step 8.
+        training.train_and_evaluate(train_steps=10, eval_interval=2)
+        shutil.rmtree(tmp_path / "checkpoint_2")
+    else:
+        training.train(10)
+    steps, run = [], Run()
+    note = armillary.actions.PeriodicAction(
+        lambda _: steps.append(int(run.step.get_value())), 4
+    )
+
+    # One script for all roles, so this controller also has the trainer.
+    evaluation = make_controller(run, tmp_path, options, eval_actions=[note])
+    evaluation.evaluate_continuously(timeout=0)
+
+    assert steps == [4, 8]
+
+
 def test_a_run_of_whole_epochs_saves_and_resumes_where_they_end(tmp_path):
     class Epochs(Run):
         def train(self, num_steps):
