@@ -17,7 +17,7 @@ from armillary._checks import printable
 from armillary._json_values import find_numbers
 from armillary._records import write_whole
 from armillary.checkpoint._folder import Saved, read_header
-from armillary.checkpoint._storage import sync_name
+from armillary.checkpoint._storage import sync_folder
 
 _FILE_NAME = "BEST"
 
@@ -78,7 +78,7 @@ def write_best(directory: epath.Path, saved: Saved, mark: Mark) -> None:
     text = json.dumps(records)
     file = directory / _FILE_NAME
     write_whole(file, text.encode(), f".{_FILE_NAME}.{os.getpid()}")
-    sync_name(directory)
+    sync_folder(directory)
 
 
 def check_best(

@@ -69,12 +69,26 @@ def sync_tree(folder: epath.Path) -> None:
 
 
 def sync_name(folder: epath.Path) -> None:
-    """Waits until a folder's name, and the files directly in it, are on the disk."""
+    """Waits until a folder's name, and the files directly in it, are on the disk.
+
+    Only for a folder that nothing else uses: see `sync_folder`.
+    """
+    if is_remote(folder):
+        return
+    _sync_all([file for file in Path(folder).iterdir() if file.is_file()])
+    sync_folder(folder)
+
+
+def sync_folder(folder: epath.Path) -> None:
+    """Waits until a folder, its name, and the names in it are on the disk.
+
+    It opens no files in it. In the directory of a run, one of them is the lock of the
+    training, and to close any descriptor of a file frees the locks of the process.
+    """
     if is_remote(folder):
         return
     path = Path(folder)
-    files = [file for file in path.iterdir() if file.is_file()]
-    _sync_all([*files, path, path.parent])
+    _sync_all([path, path.parent])
     for above in path.parent.parents:
         # They may be new as well. Folders of other users may not be readable.
         with contextlib.suppress(OSError):

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from etils import epath
 
 from armillary import _process
 from armillary._process import Process
+from armillary.checkpoint._best import Mark, write_best
+from armillary.checkpoint._folder import Saved
 from armillary.controller import _directory, _saving
 from armillary.controller._directory import (
     announce_ends,
@@ -159,21 +162,31 @@ def test_the_chief_says_it_when_the_interpreter_ends(tmp_path, monkeypatch):
     assert read_end(str(tmp_path)) == record
 
 
-def test_a_training_within_a_training_leaves_the_lock(tmp_path):
+def can_lock(folder):
+    """Returns whether a second program can train in a folder."""
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'a+'); "
         "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    command = [sys.executable, "-S", "-c", code, str(folder / ".lock")]
+    return not subprocess.run(command, check=False, timeout=patience(120)).returncode
+
+
+def test_a_training_within_a_training_leaves_the_lock(tmp_path):
     folder = str(tmp_path)
     with training_in(folder):
         with training_in(folder):
             pass
-        second = subprocess.run(command, check=False, timeout=patience(120))
-    third = subprocess.run(command, check=False, timeout=patience(120))
+        assert not can_lock(tmp_path)
+    assert can_lock(tmp_path)
 
-    assert second.returncode == 1
-    assert third.returncode == 0
+
+def test_to_record_the_best_checkpoint_leaves_the_lock(tmp_path):
+    place = epath.Path(tmp_path)
+    saved = Saved(place / "checkpoint_1", 1, 1, 1.0, 1.0, has_arrays=True)
+    with training_in(str(tmp_path)):
+        write_best(place, saved, Mark("loss", higher_is_better=False, value=0.5))
+        assert not can_lock(tmp_path)
 
 
 def test_each_end_of_a_training_is_another_one(tmp_path):
