@@ -127,11 +127,16 @@ def as_plain(path: epath.Path) -> epath.Path:
     the brackets of a name such as `lr=[0.1,0.2]` stand for a set of characters. So
     Orbax would not find its files, and leave a checkpoint that nobody can read.
     """
-    text = str(path)
-    has_pattern = glob.escape(text) != text or "\\" in text
-    if is_remote(path) or not has_pattern:
+    if is_remote(path) or not _has_pattern(str(path)):
         return path
+    if _has_pattern(path.name):  # `Checkpoint.write` takes any name.
+        return epath.Path(_make_link(str(path)))
+    # All checkpoints of a directory share its link.
     return epath.Path(_make_link(str(path.parent))) / path.name
+
+
+def _has_pattern(text: str) -> bool:
+    return glob.escape(text) != text or "\\" in text
 
 
 @functools.cache

@@ -252,6 +252,17 @@ def test_a_checkpoint_is_restored_from_a_directory_of_any_name(
     assert (tmp_path / name / "checkpoint_1").is_dir()
 
 
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_checkpoint_of_any_name_is_written_and_read(name, tmp_path):
+    saved = SimpleNamespace(weights=jnp.arange(6.0))
+    path = Checkpoint(model=saved).write(tmp_path / name)
+    restored = SimpleNamespace(weights=jnp.zeros(6))
+
+    Checkpoint(model=restored).read(path)
+
+    np.testing.assert_array_equal(restored.weights, saved.weights)
+
+
 def test_a_save_that_cannot_be_read_back_is_an_error(make_manager, monkeypatch):
     saved = SimpleNamespace(weights=jnp.arange(6.0))
     manager = make_manager(Checkpoint(model=saved), max_to_keep=1)
