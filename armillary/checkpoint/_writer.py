@@ -167,6 +167,8 @@ class Writer:
         # Not in the constructor: a manager that only reads must not remove the folder
         # that another process is writing.
         if not self._has_cleaned and is_first():
+            for thread in find_running():
+                thread.join()  # Another manager of this program may write here.
             _folder.remove_leftovers(self._directory)
         self._has_cleaned = True
 

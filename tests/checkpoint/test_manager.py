@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from armillary import _rising_clock
-from armillary.checkpoint import Checkpoint, CheckpointManager, _writer
+from armillary.checkpoint import Checkpoint, CheckpointManager, _commit, _writer
 from armillary.checkpoint._folder import find_checkpoints
+from tests.patience import patience
 
 
 class Counter:
@@ -47,6 +48,31 @@ def test_only_the_newest_are_kept_in_the_order_of_saving(make_manager):
     assert names(manager) == ["checkpoint_9", "checkpoint_200", "checkpoint_30"]
     assert manager.latest_checkpoint == str(Path(manager.directory) / "checkpoint_30")
     assert sorted(os.listdir(manager.directory)) == sorted(names(manager))
+
+
+def test_a_second_manager_leaves_the_save_that_the_first_still_writes(
+    make_manager, monkeypatch
+):
+    may_end = threading.Event()
+    sync_tree = _commit.sync_tree
+
+    def wait(folder):
+        assert may_end.wait(patience(60))
+        sync_tree(folder)
+
+    monkeypatch.setattr(_commit, "sync_tree", wait)
+    first = make_manager(Checkpoint(counter=Counter()))
+    second = make_manager(Checkpoint(counter=Counter()))
+    first.save(1)
+    thread = threading.Thread(target=second.save, args=(2,))
+    thread.start()
+    thread.join(0.5)  # It would remove the folder by now.
+    may_end.set()
+    thread.join()
+    first.sync()
+    second.sync()
+
+    assert names(second) == ["checkpoint_1", "checkpoint_2"]
 
 
 def set_clock(monkeypatch, wall, monotonic):
