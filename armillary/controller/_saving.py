@@ -194,10 +194,17 @@ class Saving:
             yield
             return
         before = self.manager.read_content()
-        yield
+        try:
+            yield
+        except BaseException:
+            # The program may continue, and an action may have changed values before.
+            self._is_outdated = True
+            raise
         now = self.manager.read_content()
         topic = "whether an evaluation has changed saved values"
-        self._is_outdated = agree_on(topic, lambda: _differs(before, now), get_peers())
+        differs = agree_on(topic, lambda: _differs(before, now), get_peers())
+        # An evaluation of the same step may have failed before, after its changes.
+        self._is_outdated = self._is_outdated or differs
 
     def watch(
         self, timeout: float | None, timeout_fn: Callable[[], bool] | None
@@ -313,6 +320,7 @@ class Saving:
 
         here = run.directory
         self._num_trainings, _ = _trainings.get(here or "", (0, None))
+        self._is_outdated = False
         self._restored = restored if os.path.dirname(restored or "") == here else None
         if restored is None:
             return None

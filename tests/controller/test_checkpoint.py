@@ -255,6 +255,28 @@ def test_only_an_evaluation_that_changes_values_is_saved_again(tmp_path, change)
     assert newest == ("checkpoint_4.1" if change else "checkpoint_4")
 
 
+def test_changes_of_an_evaluation_that_fails_are_saved_by_the_next_call(tmp_path):
+    run = Run()
+    errors = [RuntimeError("no answer")]
+
+    def change(output):
+        run.total.set_value(run.total.get_value() + 1)
+
+    def fail_once(output):
+        if errors:
+            raise errors.pop()
+
+    controller = make_controller(run, tmp_path, eval_actions=[change, fail_once])
+    with pytest.raises(RuntimeError, match="no answer"):
+        controller.train_and_evaluate(train_steps=4)
+    controller.train_and_evaluate(train_steps=4)
+
+    restored = Run()
+    checkpoint = Checkpoint(step=restored.step, total=restored.total)
+    checkpoint.read(controller.checkpoint_manager.latest_checkpoint)
+    assert restored.total.get_value() == run.total.get_value()
+
+
 HOLDER = """
 import fcntl, os, sys
 file = open(sys.argv[1], "w")
