@@ -356,6 +356,8 @@ def _is_same(before: Any, now: Any) -> bool:
     """Returns whether a value is unchanged; it may have moved to other devices."""
     if before is now:
         return True
+    if isinstance(before, jax.Array) and before.is_deleted():
+        return False  # A compiled step has replaced it, and reused its memory.
     if is_divided(before) or is_divided(now):
         return False
     return is_equal(_as_numpy(before), _as_numpy(now))

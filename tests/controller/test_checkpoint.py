@@ -255,6 +255,21 @@ def test_only_an_evaluation_that_changes_values_is_saved_again(tmp_path, change)
     assert newest == ("checkpoint_4.1" if change else "checkpoint_4")
 
 
+def test_an_evaluation_may_delete_a_saved_array_that_it_replaces(tmp_path):
+    class Replacing(Run):
+        def evaluate(self, num_steps):
+            total = self.total.get_value()
+            self.total.set_value(total + 1)
+            total.delete()  # A compiled step does this, too.
+            return {}
+
+    controller = make_controller(Replacing(), tmp_path)
+    controller.train_and_evaluate(train_steps=8, eval_interval=4)
+
+    newest = Path(controller.checkpoint_manager.checkpoints[-1]).name
+    assert newest == "checkpoint_8.1"
+
+
 def test_changes_of_an_evaluation_that_fails_are_saved_by_the_next_call(tmp_path):
     run = Run()
     errors = [RuntimeError("no answer")]
