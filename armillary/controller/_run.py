@@ -44,6 +44,9 @@ class Run:
         self.curves = self.eval_curves = Curves(summaries, directory, clock)
         if eval_summaries is not summaries:
             self.eval_curves = Curves(eval_summaries, directory, clock)
+            if self.eval_curves.summary_dir is None:
+                # A file of its own would wait for a record "start" of a training.
+                self.eval_curves.file = self.curves.file
         self.stop = StopRequest()
         self.history = History()
 

@@ -67,6 +67,14 @@ def test_without_summaries_the_record_is_next_to_the_checkpoints(tmp_path):
     assert read_steps(tmp_path / "run") == [("start", 0), ("train", 10), ("eval", 10)]
 
 
+def test_evaluations_without_a_directory_are_recorded_with_the_training(tmp_path):
+    controller = make_controller(
+        summary_dir=tmp_path, eval_summary_manager=SummaryManager(None)
+    )
+    controller.train_and_evaluate(10)
+    assert read_steps(tmp_path) == [("start", 0), ("train", 10), ("eval", 10)]
+
+
 def test_a_job_that_only_evaluates_leaves_the_checkpoints_directory_alone(tmp_path):
     make_controller(directory=tmp_path).train(20)
     before = (tmp_path / "metrics.jsonl").read_bytes()
