@@ -483,11 +483,15 @@ class Controller(OfOneProcess):
 
         # If a checkpoint was restored, training may continue at an earlier step.
         file = curves.file
-        if is_first or step < file.last_step:
+        files = {file, self._run.eval_curves.file}
+        # With a `summary_interval`, the last record may be an evaluation.
+        last_step = max(each.last_step for each in files)
+        if is_first or step < last_step:
             if file.is_on:
                 file.write("start", step, **describe_attempt(self._run, numbers))
                 file.flush()
-            file.last_step = step
+            for each in files:
+                each.last_step = step
 
     def _find_next_evaluation(self, train_steps: int, eval_interval: int | None) -> int:
         """Returns the global step of the next evaluation, or -1 for an open end."""

@@ -119,6 +119,23 @@ def test_a_run_that_is_resumed_has_one_curve(tmp_path):
     ]
 
 
+def test_evaluations_after_the_restored_step_are_left_out(tmp_path):
+    controller = make_controller(
+        directory=tmp_path / "checkpoints",
+        summary_dir=tmp_path / "train",
+        eval_summary_dir=tmp_path / "eval",
+        summary_interval=20,
+    )
+    controller.train_and_evaluate(30, eval_interval=10)
+    controller.restore_checkpoint(tmp_path / "checkpoints" / "checkpoint_20")
+    controller.train(40)
+
+    steps = read_steps(tmp_path)
+    evaluated = [step for record, step in steps if record == "eval"]
+    assert evaluated == [10, 20]
+    assert ("start", 20) in steps
+
+
 @pytest.mark.parametrize("is_of_trainer", [True, False])
 def test_the_first_record_describes_the_run(tmp_path, is_of_trainer):
     config = {"rate": 0.1, "optimizer": {"name": "adam"}, "limit": float("inf")}
