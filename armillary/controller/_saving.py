@@ -225,7 +225,10 @@ class Saving:
                 # that a checkpoint of the last moment is still found.
                 now = time.monotonic()
                 end = read_end(manager.directory)
-                new = [path for path in manager.checkpoints if path not in seen]
+                found = manager.checkpoints
+                # A checkpoint that is gone may be saved again under its name.
+                seen.intersection_update(found)
+                new = [path for path in found if path not in seen]
                 remaining = last_at + seconds - now
                 if new:
                     seen.add(new[0])

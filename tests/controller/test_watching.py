@@ -56,6 +56,15 @@ def test_each_checkpoint_comes_once_oldest_first():
     assert seen == ["1", "3", "4"]
 
 
+def test_a_checkpoint_that_is_saved_again_under_its_name_comes_again():
+    looks = [["1", "2"], ["2"], ["2", "1"]]
+
+    def look():
+        return looks.pop(0) if len(looks) > 1 else looks[0]
+
+    assert list(watch(look)) == ["1", "2", "1"]
+
+
 def test_timeout_function_decides_whether_to_wait_on():
     checkpoints = []
     calls = []
