@@ -45,7 +45,12 @@ def training_in(directory: str | None) -> Iterator[None]:
         with _locked(directory):
             _ends.pop(directory, None)
             (epath.Path(directory) / FILE_NAME).unlink(missing_ok=True)
-            yield
+            try:
+                yield
+            except BaseException:
+                # A training within this one may have ended without an error.
+                _ends.pop(directory, None)
+                raise
 
 
 @contextlib.contextmanager

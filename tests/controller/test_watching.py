@@ -198,6 +198,21 @@ def test_to_record_the_best_checkpoint_leaves_the_lock(tmp_path):
         assert not can_lock(tmp_path)
 
 
+def test_a_failed_training_is_not_over_although_one_within_it_is(tmp_path):
+    folder = str(tmp_path)
+
+    def train():
+        with training_in(folder):
+            with training_in(folder):
+                end_training(folder, 5)
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        train()
+    announce_ends()
+    assert read_end(folder) is None
+
+
 def test_each_end_of_a_training_is_another_one(tmp_path):
     folder = str(tmp_path)
     ends = []
