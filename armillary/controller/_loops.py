@@ -127,8 +127,7 @@ class LoopRunner:
             is_due = self._saving.is_snapshot_due()
             # If the first loop fails, the launcher blames the checkpoint that was
             # restored. A snapshot of the same values would have another name.
-            has_trained = self._last_end > 0
-            if is_due and has_trained:
+            if is_due and self._saving.has_trained:
                 self.report()
                 self._saving.save_to_memory()
 
@@ -312,6 +311,7 @@ class LoopRunner:
         except Exception:
             self._pending.clear()  # The loops that were started later have no effect.
             raise
+        self._saving.has_trained = True
         reached = outputs[-1][1]
         if loops.is_counted_by_trainer:
             self._note_advance(loops, reached - loops.step, len(outputs))

@@ -86,6 +86,8 @@ class Saving:
         # Whether the current values are the best so far.
         self._is_best = False
         self._is_watching = False
+        # Whether a loop has ended since the last restore.
+        self.has_trained = False
         # The number of trainings in the directory at the last restore.
         self._num_trainings = 0
 
@@ -324,6 +326,7 @@ class Saving:
         here = run.directory
         self._num_trainings, _ = _trainings.get(here or "", (0, None))
         self._is_outdated = False
+        self.has_trained = False
         self._restored = restored if os.path.dirname(restored or "") == here else None
         if restored is None:
             return None

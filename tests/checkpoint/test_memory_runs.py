@@ -79,6 +79,18 @@ def test_values_before_the_first_loop_are_not_kept(tmp_path, memory):
     assert find_files(memory) == []
 
 
+def test_values_before_the_first_loop_after_a_restore_are_not_kept(tmp_path, memory):
+    options = {"memory_interval_seconds": 1e-9, "memory_directory": memory}
+    _, controller = make_run(tmp_path, stop_at=12, **options)
+    controller.train(8)
+    controller.restore_checkpoint()
+
+    with pytest.raises(Stop):
+        controller.train(STEPS)
+
+    assert find_files(memory) == []
+
+
 def test_two_trainings_in_one_program_continue_from_memory(tmp_path, memory):
     _, expected = train(tmp_path / "whole")
     options = {"memory_interval_seconds": 1e-9, "memory_directory": memory}
