@@ -308,6 +308,8 @@ class Controller(OfOneProcess):
             goes_on = self._loops.begin_epoch(epochs)
             # A checkpoint may have been saved before the evaluation of its step.
             is_left = self._saving.is_evaluation_due()
+            if is_left:
+                self._run.drop_evaluation(step)
             while True:
                 if goes_on and not is_left:
                     target = self._find_next_evaluation(train_steps, eval_interval)

@@ -56,6 +56,12 @@ class Run:
         self.history = History()
         return history
 
+    def drop_evaluation(self, step: int) -> None:
+        """Makes TensorBoard drop an evaluation of a step that is evaluated again."""
+        # In a shared directory, the loop that ends at this step would be lost as well.
+        if self.eval_curves.summary_dir != self.curves.summary_dir:
+            self.eval_curves.resume_at(step - 1)
+
     def log_stop(self) -> None:
         if self.stop.reason is not None:
             logger.info("stopped at step %d: %s", self.read_step(), self.stop.reason)

@@ -257,7 +257,13 @@ class CrashError(Exception):
     pass
 
 
-def test_steps_that_a_resumed_run_does_again_show_once(tmp_path):
+@pytest.mark.parametrize(
+    ("steps_per_loop", "eval_interval", "crashes"),
+    [(1, 2, (7, 7, 11)), (4, 4, (8, 12))],  # The second evaluates each saved step.
+)
+def test_steps_that_a_resumed_run_does_again_show_once(
+    tmp_path, steps_per_loop, eval_interval, crashes
+):
     def train_until(crash_at):
         dataset = armillary.data.from_arrays(
             {"x": np.ones((8, 1), np.float32)}, batch_size=4, repeat=True
@@ -275,25 +281,28 @@ def test_steps_that_a_resumed_run_does_again_show_once(tmp_path):
             trainer=trainer,
             evaluator=trainer,
             global_step=trainer.step,
-            steps_per_loop=1,
+            steps_per_loop=steps_per_loop,
             checkpoint_manager=manager,
             summary_dir=tmp_path / "train",
             eval_summary_dir=tmp_path / "eval",
             train_actions=[crash],
         )
         try:
-            controller.train_and_evaluate(12, eval_steps=1, eval_interval=2)
+            controller.train_and_evaluate(12, eval_steps=1, eval_interval=eval_interval)
         except CrashError:
             controller.summary_manager.flush()
 
-    for crash_at in (7, 7, 11, None):
+    for crash_at in (*crashes, None):
         train_until(crash_at)
 
     steps = {
         name: [step for step, _ in read_scalars(tmp_path / name)["count"]]
         for name in ("train", "eval")
     }
-    assert steps == {"train": [*range(1, 13)], "eval": [*range(2, 13, 2)]}
+    assert steps == {
+        "train": [*range(steps_per_loop, 13, steps_per_loop)],
+        "eval": [*range(eval_interval, 13, eval_interval)],
+    }
 
 
 class Counting(armillary.StandardTrainer, armillary.StandardEvaluator):
