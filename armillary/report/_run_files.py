@@ -30,6 +30,8 @@ SPEEDS = (
     "mfu",
 )
 """The fields of a record with the speed of training."""
+_LIMITS = ("start", "stop", "end")
+"""The events at which a training begins or ends."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class RecordedRun:
         """`"done"`, `"stopped"` after a request, or `"not done"`; `""` if unknown."""
         if not self.entries:
             return ""
-        last = self.entries[-1]
+        # After its training, a program may still evaluate, save or restore.
+        limits = [entry for entry in self.entries if entry.event in _LIMITS]
+        last = (limits or self.entries)[-1]
         if last.is_done:
             return "done"
         if last.event == "stop":

@@ -110,6 +110,7 @@ def test_the_next_controller_is_another_attempt_of_the_run(tmp_path, stops):
 
     controller = make_controller(tmp_path, train_actions=[stop])
     controller.train(20)
+    controller.save_checkpoint()  # It changes nothing about the end.
     states = [read_run(tmp_path).state]
     time.sleep(0.2)
     make_controller(tmp_path).train(40)
