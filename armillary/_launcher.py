@@ -4,6 +4,7 @@ A message is a word with its values:
 
     joining, joined         the process waits for the others, or has met them
     restored, saved         the path of a checkpoint; a save has its number first
+    evaluating              the path of another job's checkpoint that is evaluated next
     trained                 the first loop after a restore has ended
     failed                  the error with which the process ends
     caused_by, stopped      the index of a process that ends the job, or does not answer

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from armillary._launcher import notify_launcher
 from armillary._logging import logger
 from armillary._planned import is_planning
 from armillary.actions._combined import notify
@@ -234,6 +235,7 @@ class Saving:
                 remaining = last_at + seconds - now
                 if new:
                     seen.add(new[0])
+                    notify_launcher("evaluating", new[0])
                     yield new[0]
                 elif end is not None and (end != old_end or now >= old_end_counts):
                     return

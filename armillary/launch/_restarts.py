@@ -113,8 +113,10 @@ class Restarts:
                 self._forget()
         elif word == "restored":
             self._restored = values[0]
-            if self._is_evaluator and self._restored not in self._evaluated:
-                self._evaluated.add(self._restored)
+        elif word == "evaluating":
+            path = values[0]
+            if self._is_evaluator and path not in self._evaluated:
+                self._evaluated.add(path)
                 self._forget()
         elif word == "trained":
             self._restored = ""

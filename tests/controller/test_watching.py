@@ -65,6 +65,13 @@ def test_a_checkpoint_that_is_saved_again_under_its_name_comes_again():
     assert list(watch(look)) == ["1", "2", "1"]
 
 
+def test_the_launcher_receives_each_checkpoint_that_is_evaluated(monkeypatch):
+    sent = []
+    monkeypatch.setattr(_saving, "notify_launcher", lambda *words: sent.append(words))
+    list(watch(lambda: ["1", "2"]))
+    assert sent == [("evaluating", "1"), ("evaluating", "2")]
+
+
 def test_timeout_function_decides_whether_to_wait_on():
     checkpoints = []
     calls = []

@@ -278,9 +278,11 @@ def test_a_checkpoint_whose_first_steps_fail_twice_is_stepped_over_once():
 def test_the_evaluator_continues_with_each_checkpoint_that_it_takes_up():
     restarts = Restarts(1, 1.0, is_evaluator=True)
     for number in range(3):
-        restarts.receive("restored", f"/run/checkpoint_{number}")
+        restarts.receive("evaluating", f"/run/checkpoint_{number}")
         assert judge(restarts)[:2] == (None, "restart 1 of 1")
-    restarts.receive("restored", "/run/checkpoint_2")
+    restarts.receive("evaluating", "/run/checkpoint_2")
+    # It restores the latest checkpoint when it starts, and then takes the oldest.
+    restarts.receive("restored", "/run/checkpoint_9")
     assert judge(restarts)[0] is ExitCode.TOO_MANY_RESTARTS
     assert restarts.skipped == ""
 
