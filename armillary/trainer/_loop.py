@@ -20,6 +20,7 @@ from armillary.data.feed._piece import Piece
 from armillary.data.feed._position import Position
 from armillary.distribute._global_arrays import as_whole
 from armillary.distribute.program._flat_state import FlatState
+from armillary.state._slots import is_equal
 from armillary.trainer._data_wait import waiting_for_data
 from armillary.trainer._datasets import flatten_datasets
 from armillary.trainer._eager import run_eagerly
@@ -89,13 +90,14 @@ class Loop:
         return self._work.take()
 
     def serves(self, method: StepMethod, setup: Setup) -> bool:
-        """Returns whether this loop can run a step with these data and options."""
+        """Returns whether this loop can run this step with these data and options."""
         own = self._method
         datasets = setup.distribute(method.strategy)
         # An evaluation opens a closed feed again.
         is_open = method.is_evaluation or not self.feed.is_closed
         return (
             is_open
+            and is_equal(method.source, own.source)
             and datasets is self.datasets
             and method.strategy is own.strategy
             and method.options is own.options

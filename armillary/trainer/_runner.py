@@ -48,7 +48,8 @@ class Runner(RecordedReads):
         keep_results: bool = False,
     ) -> StepMethod:
         """Returns a step of this object, with the options of its `Setup`."""
-        if hasattr(inspect.getattr_static(self, name), "lower"):
+        source = inspect.getattr_static(self, name)
+        if hasattr(source, "lower"):
             raise TypeError(
                 f"`{type(self).__name__}.{name}` is decorated with `jit`, which "
                 "cannot take a trainer as an argument. Remove the decorator: the loop "
@@ -69,4 +70,5 @@ class Runner(RecordedReads):
             options=setup.options,
             is_evaluation=name.startswith("eval"),
             keep_results=keep_results,
+            source=source,
         )

@@ -21,6 +21,9 @@ class StepMethod(NamedTuple):
     options: LoopOptions
     is_evaluation: bool  # It must not change the model; it may get parts of batches.
     keep_results: bool = False
+    # The attribute of the object or its class. Each access of a method makes a new
+    # `fn`, so only this shows whether the step was replaced.
+    source: Any = None
 
     def __call__(self, iterators: Any) -> PyTree:
         if iterators is None:

@@ -94,6 +94,8 @@ class StepPrograms(Programs[Program]):
         if settings != self._settings:
             self.doubt("settings of JAX, such as a precision, have changed")
             self._settings = settings
+        if self.hooks is not None and self._functions[1:] != self._find_hook_methods():
+            self.doubt("a hook was replaced")
         flat = self.find_current()
         if flat is not None:
             return flat
@@ -129,6 +131,10 @@ class StepPrograms(Programs[Program]):
             self._has_traced_hooks = True
         return self.hooks
 
+    def _find_hook_methods(self) -> list[Callable[..., Any]]:
+        owner = self._method.owner
+        return [owner.train_loop_begin, owner.train_loop_end]
+
     @compiling()
     def _trace_hooks(self) -> Hooks | None:
         """Traces the hooks for the programs; `None` if they stay in Python."""
@@ -142,7 +148,7 @@ class StepPrograms(Programs[Program]):
                 hooks = trace_hooks(owner, flat, is_asked=is_asked)
 
         if hooks is not None:
-            self._functions[1:] = [owner.train_loop_begin, owner.train_loop_end]
+            self._functions[1:] = self._find_hook_methods()
         flat.state.watch()
         if hooks is None:
             # In Python, the hooks may create new state, so search for the state again.

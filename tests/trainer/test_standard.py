@@ -1,6 +1,7 @@
 """Tests of `StandardTrainer`: what a step takes, ends of data, replicas, mistakes."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,75 @@ def test_another_dataset_is_started_on():
 
     assert not trainer.data_exhausted
     assert trainer.sums == (1 + 2 + 10 + 11, 4)
+
+
+class Counter(Base):
+    """Counts by a number for each step, and gives the count."""
+
+    def __init__(self):
+        super().__init__(make_batches(8))
+        self.count = jnp.zeros(())
+
+    def train_step(self, iterator):
+        next(iterator)
+        self.count = self.count + 1
+
+    def train_loop_end(self):
+        return {"count": self.count}
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_replaced_step_runs(of_class, monkeypatch):
+    def train_step(self, iterator):
+        next(iterator)
+        self.count = self.count + 10
+
+    trainer = Counter()
+    trainer.train(2)
+    loop = trainer._train_setup.loop
+    trainer.train(2)
+    assert trainer._train_setup.loop is loop
+
+    if of_class:
+        monkeypatch.setattr(Counter, "train_step", train_step)
+    else:
+        trainer.train_step = types.MethodType(train_step, trainer)
+    assert trainer.train(2) == {"count": 24}
+    assert trainer.train(2) == {"count": 44}
+
+
+def test_a_replaced_hook_runs(monkeypatch):
+    trainer = Counter()
+    assert trainer.train(2) == {"count": 2}
+
+    monkeypatch.setattr(Counter, "train_loop_end", lambda self: {"new": -self.count})
+
+    assert trainer.train(2) == {"new": -4}
+
+
+def test_a_replaced_evaluation_step_runs():
+    class Evaluator(armillary.StandardEvaluator):
+        def __init__(self):
+            super().__init__(make_batches(2))
+            self.count = jnp.zeros(())
+
+        def eval_step(self, iterator):
+            next(iterator)
+            self.count = self.count + 1
+
+        def eval_end(self):
+            return {"count": self.count}
+
+    def eval_step(self, iterator):
+        next(iterator)
+        self.count = self.count + 10
+
+    evaluator = Evaluator()
+    assert evaluator.evaluate(-1) == {"count": 2}
+
+    evaluator.eval_step = types.MethodType(eval_step, evaluator)
+
+    assert evaluator.evaluate(-1) == {"count": 22}
 
 
 def test_an_error_of_the_data_function_reaches_the_caller():
