@@ -22,6 +22,9 @@ class Lookup(NamedTuple):
     path: str
     read: Callable[[], Any]
     value: Any
+    # The value of a descriptor is made when the code asks for it, so a search of the
+    # descriptor itself finds nothing.
+    is_descriptor: bool = False
 
 
 class Code:
@@ -101,24 +104,18 @@ class Code:
         """Follows the names of a class or module that code mentions."""
         is_class = isinstance(space, type)
         held = vars(space)
-        for name in self._names & held.keys():
+        names = self._names | _SPECIAL if is_class else self._names
+        for name in names & held.keys():
             value = held[name]
-            called = _function_of(value)
-            # The value of a descriptor is made when the code asks for it.
+            path = f"{space.__name__}/{name}"
             is_descriptor = is_class and hasattr(type(value), "__get__")
+            # A function is watched as well, because the program may replace it.
+            self._add_name(space, held, name, path, is_descriptor=is_descriptor)
+            called = _function_of(value)
             if called is not None:
                 self._add_function(called)
             elif not is_descriptor:
-                path = f"{space.__name__}/{name}"
-                self._add_name(space, held, name, path)
                 self._add(value)
-        if not is_class:
-            return
-
-        for name in _SPECIAL & held.keys():
-            called = _function_of(held[name])
-            if called is not None:
-                self._add_function(called)
 
     def _add_name(
         self,
@@ -126,11 +123,13 @@ class Code:
         names: Mapping[str, Any],
         name: str,
         path: str,
+        *,
+        is_descriptor: bool = False,
     ) -> None:
         key = (id(owner), name)
         if key not in self.lookups:
             read = functools.partial(names.get, name, ABSENT)
-            self.lookups[key] = Lookup(path, read, names[name])
+            self.lookups[key] = Lookup(path, read, names[name], is_descriptor)
 
     def _add_cell(self, name: str, cell: types.CellType) -> None:
         def read() -> Any:
@@ -149,7 +148,7 @@ class Code:
         for lookup in self.lookups.values():
             kind = type(lookup.value)
             is_mutable = kind not in PLAIN and not issubclass(kind, of_code)
-            if is_mutable:
+            if is_mutable and not lookup.is_descriptor:
                 yield lookup.value, lookup.path
 
 

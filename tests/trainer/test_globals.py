@@ -167,6 +167,39 @@ def test_a_module_of_the_users_is_read_again(monkeypatch):
     assert fn(jnp.ones(())) == 3
 
 
+def test_a_function_that_was_replaced_in_a_module_runs(monkeypatch, no_retrace):
+    module = types.ModuleType("settings_of_the_user")
+    module.fn = lambda x: x
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", module)
+    fn = armillary.function(lambda x: SETTINGS.fn(x))
+    assert fn(jnp.ones(())) == 1
+
+    module.fn = lambda x: 3 * x
+
+    assert fn(jnp.ones(())) == 3
+    with no_retrace():
+        assert fn(jnp.ones(())) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("named", lambda self, name: 5.0),
+        ("rate", property(lambda self: 5.0)),
+        ("named", staticmethod(lambda name: 5.0)),
+        ("__call__", lambda self, x: 5 * x),
+    ],
+)
+def test_a_method_that_was_replaced_in_a_class_runs(name, new, monkeypatch):
+    scale = Scale()
+    fn = armillary.function(lambda x: scale(x))
+    assert fn(jnp.ones(())) == 1
+
+    monkeypatch.setattr(Scale, name, new)
+
+    assert fn(jnp.ones(())) == 5
+
+
 def test_values_that_a_function_holds_are_read_again():
     config, array = types.SimpleNamespace(rate=1.0), np.ones(1, np.float32)
     fn = armillary.function(lambda x: x * config.rate * array[0])
