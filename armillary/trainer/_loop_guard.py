@@ -19,7 +19,7 @@ from armillary.distribute.program._replica_copies import (
     ReplicaComparison,
     check_copies,
 )
-from armillary.errors import NonFiniteError
+from armillary.errors import NonFiniteError, ReplicaDivergenceError
 from armillary.trainer._step_guard import Health
 from armillary.trainer._step_method import StepMethod
 
@@ -56,7 +56,10 @@ class LoopGuard:
             position: The positions in the data at the start of the loop.
             num_steps: The number of steps of the loop.
         """
+        last_check = self._loop
         self._loop = LoopCheck(self._method.name, paths, num_steps, [position])
+        if last_check.is_due:
+            self._loop.before = last_check
         if self._method.options.on_non_finite is None:
             return
         if len(self._start.counts) != len(paths):
@@ -85,8 +88,11 @@ class LoopGuard:
         """Returns the check to resolve for the last loop, if it has one."""
         self._loop.health = self.health
         self._loop.halt = halt
-        is_guarded = self.health is not None or self._loop.checksums is not None
-        return self._loop if is_guarded else None
+        self._loop.forget = self._forget
+        return self._loop if self._loop.is_due else None
+
+    def _forget(self) -> None:
+        self.health = None
 
 
 @dataclass
@@ -104,6 +110,18 @@ class LoopCheck:
     health: Health | None = None
     checksums: Any = None
     halt: Halt = lambda position, bad: None
+    # Lets the next loop start without the health of this loop.
+    forget: Callable[[], None] = lambda: None
+    # The check of the previous loop, until it is resolved. After a step that ended
+    # training, only this check can report the step: later loops have no effect.
+    before: "LoopCheck | None" = None
+    is_resolved: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """True if the loop was guarded, and nothing has read the result yet."""
+        is_guarded = self.health is not None or self.checksums is not None
+        return is_guarded and not self.is_resolved
 
     def fetch(self) -> None:
         """Waits for the loop; it may run in a different thread before `resolve`."""
@@ -111,12 +129,24 @@ class LoopCheck:
 
     def resolve(self, step: int | None = None) -> None:
         """Raises if a step ended training or replicas differ; logs skipped steps."""
-        self.fetch()
+        if self.before is not None:
+            if self.before.is_due:
+                self.before.resolve()
+            self.before = None
+        self.fetch()  # Ctrl-C may end the wait, so the check is not resolved before it
+        self.is_resolved = True
+
         health = self.health
         count = self.num_steps
         if self.checksums is not None:
             when = f"after {_where(step, count, count)}"
-            check_copies(np.asarray(self.checksums), self.paths, when)
+            try:
+                check_copies(np.asarray(self.checksums), self.paths, when)
+            except ReplicaDivergenceError:
+                # The program may restore a checkpoint and train on. A bad step from
+                # before that must not stop these steps.
+                self.forget()
+                raise
         if health is None or not health.num_bad:
             return
 

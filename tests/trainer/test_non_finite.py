@@ -10,7 +10,9 @@ from flax import nnx
 import armillary
 from armillary import StandardTrainerOptions as Options
 from armillary.data import from_arrays
-from armillary.errors import NonFiniteError
+from armillary.errors import NonFiniteError, ReplicaDivergenceError
+from armillary.trainer import _loop_guard
+from armillary.trainer._loop_guard import LoopCheck
 from tests.problems import (
     CNN,
     MLP,
@@ -245,6 +247,42 @@ def test_a_bad_step_ends_training_as_if_it_had_not_run(bad, num_replicas, way):
     if bad:
         trainer.train(bad)
         assert is_finite(trainer)
+
+
+def test_a_bad_step_is_reported_after_ctrl_c_in_the_wait_for_it(monkeypatch):
+    trainer = make_trainer(data={"bad_steps": [1]}, on_non_finite="raise")
+
+    def interrupt(check):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopCheck, "fetch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(3)
+
+    with pytest.raises(NonFiniteError, match="at step 2 of the 3 of this loop"):
+        trainer.train(3)
+    assert int(trainer.optimizer.step[...]) == 1
+    # The same step fails again, and others do not.
+    with pytest.raises(NonFiniteError, match="at step 1 of the 2 of this loop"):
+        trainer.train(2)
+
+
+def test_replicas_that_differ_end_a_bad_step_as_well(monkeypatch):
+    trainer = make_trainer(
+        2, data={"bad_steps": [1]}, on_non_finite="raise", check_replicas_every=1
+    )
+
+    def refuse(*_):
+        raise ReplicaDivergenceError("The replicas differ.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_loop_guard, "check_copies", refuse)
+        with pytest.raises(ReplicaDivergenceError):
+            trainer.train(3)
+    trainer.train(2)
+
+    assert int(trainer.optimizer.step[...]) == 3
 
 
 def make_streaming_trainer(error=None, **options):
