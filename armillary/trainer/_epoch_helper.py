@@ -43,8 +43,12 @@ class EpochHelper:
         self._is_in_epoch = False
 
     def epoch_begin(self) -> bool:
-        """Returns whether an epoch begins: at the start, or after `epoch_end`."""
-        if self._is_in_epoch:
+        """Returns whether an epoch begins.
+
+        One does at the start, after `epoch_end`, and after a restore of a step before
+        the current epoch.
+        """
+        if self._is_in_epoch and self.batch_index >= 0:
             return False
         self._current_epoch = self._read_step() // self._epoch_steps
         self._is_in_epoch = True

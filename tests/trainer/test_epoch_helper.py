@@ -39,3 +39,16 @@ def test_its_arguments_are_checked():
         EpochHelper(0, lambda: 0)
     with pytest.raises(TypeError, match="global_step"):
         EpochHelper(1, jnp.zeros(3))
+
+
+def test_a_restore_of_an_earlier_step_begins_its_epoch():
+    steps = [35]
+    helper = EpochHelper(10, lambda: steps[-1])
+    assert helper.epoch_begin()
+
+    steps.append(12)
+    assert helper.epoch_begin()
+    assert helper.current_epoch == 1
+    steps.append(20)
+    assert not helper.epoch_begin()
+    assert helper.epoch_end()
