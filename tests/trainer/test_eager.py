@@ -70,6 +70,12 @@ def test_an_exception_leaves_the_steps_before_it():
         trainer.train(4)
     assert trainer.seen == [0, 2, 4]
 
+    # The batch of the failed step is not lost.
+    trainer.train(1)
+    assert trainer.seen == [0, 2, 4, 4]
+    trainer.train(1)
+    assert trainer.seen == [0, 2, 4, 4, 6]
+
 
 @pytest.mark.parametrize("compile_step", [True, False])
 def test_a_step_that_takes_no_batch_is_an_error(compile_step):

@@ -221,14 +221,20 @@ class Feed(Generic[T]):
         _close(self.readers, _CLOSE_TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Returns a context in which this thread reads, and Ctrl-C may lose batches."""
+    def reading(self, *, runs_steps: bool = False) -> Iterator[None]:
+        """Returns a context in which this thread reads, and Ctrl-C may lose batches.
+
+        With `runs_steps`, steps run in this context as well, and any error of a step
+        may lose the batches of this step.
+        """
         self._recover()
         self._is_cut_off = True
         try:
             yield
         except Exception:
-            self._is_cut_off = False  # Each later read raises the error again.
+            # After an error of the data, each later read raises the error again. After
+            # an error of a step, its batches are read again if the data can go back.
+            self._is_cut_off = runs_steps and self.is_repositionable
             raise
         self._is_cut_off = False
 
