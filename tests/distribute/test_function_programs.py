@@ -5,6 +5,7 @@ import copy
 import datetime
 import functools
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -269,3 +270,17 @@ def test_objects_made_again_are_the_same_function(traces):
         holder.config = {"rate": rate}
         step()
     assert float(holder.total) == 7 and len(traces) == 2
+
+
+RATE = 2.0
+
+
+def test_a_function_that_returns_a_numpy_array_is_traced_again(monkeypatch):
+    fn = armillary.function(lambda x: (x * RATE, np.arange(3)))
+    assert fn(jnp.ones(()))[0] == 2
+
+    monkeypatch.setattr(sys.modules[__name__], "RATE", 3.0)
+
+    number, array = fn(jnp.ones(()))
+    assert number == 3
+    assert array.tolist() == [0, 1, 2]

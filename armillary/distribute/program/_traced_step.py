@@ -7,6 +7,7 @@ from jax.extend import core
 
 from armillary._jaxpr import call_program
 from armillary.state._captured import Fingerprint
+from armillary.state._slots import is_equal
 from armillary.typing import PyTree
 
 ARRAY = object()
@@ -52,7 +53,9 @@ class TracedStep(NamedTuple):
         is_same_form = (
             self.changed == other.changed
             and self.result_tree == other.result_tree
-            and self.static_results == other.static_results
+            and len(self.static_results) == len(other.static_results)
+            # Not `==`, which compares NumPy arrays value by value.
+            and all(map(is_equal, self.static_results, other.static_results))
         )
         return is_same_form and self.fingerprint.is_same(other.fingerprint)
 
