@@ -79,8 +79,11 @@ class LoopGuard:
         interval = self._method.options.check_replicas_every
         if interval is None:
             return
+        # The count begins in each process, and a job may be preempted more often than
+        # the interval. So the first loop is compared as well.
+        is_first = before == 0
         # A loop may pass a multiple of the interval without ending at it.
-        is_due = before // interval < self._num_steps // interval
+        is_due = is_first or before // interval < self._num_steps // interval
         if is_due:
             self._loop.checksums = self._comparison.start(arrays)
 

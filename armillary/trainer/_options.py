@@ -117,8 +117,9 @@ class StandardTrainerOptions(LoopOptions):
             parameters, such as games that the model plays. Each step is then a separate
             program, and the device waits while Python makes the batch.
         check_replicas_every: Steps after which to compare the copies of the state on
-            all replicas, when a loop has ended. If any differ, `ReplicaDivergenceError`
-            names arrays and replicas. `None` does not compare.
+            all replicas, when a loop has ended. The first loop of a process is always
+            compared. If any differ, `ReplicaDivergenceError` names arrays and replicas.
+            `None` does not compare.
         compile_hooks: Whether `train_loop_begin` and `train_loop_end` are part of the
             device program, so that it can run many loops. `None` reads their code: they
             are part of it if they only reset and compute metrics of Flax or Keras, set

@@ -148,6 +148,19 @@ def test_a_flipped_bit_in_a_parameter_is_reported():
         trainer.train(2)
 
 
+def test_the_first_loop_of_a_process_is_compared():
+    trainer = make_trainer(2, check_replicas_every=1000)
+    trainer.train(1)
+
+    # A preempted job begins again with copies of the state that differ.
+    trainer = make_trainer(2, check_replicas_every=1000)
+    kernel = trainer.model.first.kernel
+    kernel.set_value(with_flip(trainer.strategy, kernel[...], 1, 7, 5))
+
+    with pytest.raises(ReplicaDivergenceError, match="first/kernel"):
+        trainer.train(1)
+
+
 @pytest.mark.slow
 def test_copies_are_compared_when_a_loop_passes_a_multiple():
     trainer = make_trainer(check_replicas_every=5)
