@@ -4,13 +4,16 @@ On one device, a step runs line by line: a debugger stops in the step, and `prin
 values.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 
 from armillary.data.feed._chunks import check_pieces
 from armillary.data.feed._feed import Feed
+from armillary.data.feed._gather import Gather
+from armillary.data.feed._piece import Piece
 from armillary.distribute.program._flat_state import FlatState
 from armillary.distribute.program._step_iterator import (
     MoreBatches,
@@ -20,6 +23,7 @@ from armillary.distribute.program._step_iterator import (
 from armillary.distribute.program._trace import explained
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State
+from armillary.trainer._returned_metrics import NeedsRoom
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 
@@ -32,7 +36,9 @@ def run_eagerly(
     It ends with the data. If the data ends in the middle of a step, that step does not
     count, but its writes are not undone.
     """
-    while all(reader.peek() is not None for reader in feed.readers):
+    # The batches of a step that runs again. The data may be unable to go back.
+    again: list[list[Any]] = [[] for _ in feed.readers]
+    while any(again) or all(reader.peek() is not None for reader in feed.readers):
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
         _move_to_devices(state, flat)
@@ -42,7 +48,9 @@ def run_eagerly(
         for number, reader in enumerate(feed.readers):
             batches: list[Any] = []
             taken.append(batches)
-            iterators.append(StepIterator(number, _place(reader, batches)))
+            offered = itertools.chain(again[number], reader)
+            placed = _place(reader.data.gather, offered, batches)
+            iterators.append(StepIterator(number, placed))
 
         try:
             with (
@@ -54,9 +62,14 @@ def run_eagerly(
         except MoreBatches:
             feed.note_ends(with_rest=True)
             return
+        except NeedsRoom as need:
+            need.make_room()
+            again = taken
+            continue
         finally:
             state.write(flat.homes.return_to_host(state.read()))
 
+        again = [[] for _ in feed.readers]
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
         # The step may have left arrays on other devices.
@@ -74,9 +87,10 @@ def _move_to_devices(state: State, flat: FlatState) -> None:
     state.write(flat.homes.bring(arrays))
 
 
-def _place(reader: Any, taken: list[Any]) -> Iterator[PyTree]:
-    """Yields the batches of a reader on their devices, and adds them to `taken`."""
-    for batch in reader:
+def _place(
+    gather: Gather, batches: Iterable[Piece], taken: list[Any]
+) -> Iterator[PyTree]:
+    """Yields batches on their devices, and adds them to `taken`."""
+    for batch in batches:
         taken.append(batch)
-        gather = reader.data.gather
         yield gather.layout.wrap(gather.place(batch), batch.active)

@@ -165,6 +165,22 @@ def test_any_number_of_metrics_has_room():
     assert int(trainer.state) == int(trainer.global_step[...]) == 4
 
 
+def test_many_metrics_of_a_step_in_python_lose_no_batch_of_a_generator():
+    def many(state, batch):
+        return state + batch.sum(), {f"m{i}": batch * i for i in range(20)}
+
+    def generate():
+        yield from np.arange(1.0, 5.0, dtype=np.float32).reshape(4, 1)
+
+    options = armillary.StandardTrainerOptions(compile_step=False)
+    trainer = armillary.StepTrainer(many, jnp.zeros(()), generate, options=options)
+
+    output = trainer.train(4)
+
+    assert (float(trainer.state), int(trainer.global_step[...])) == (10, 4)
+    assert output["m19"] == 19 * 2.5
+
+
 def test_a_step_without_metrics_has_an_empty_output():
     trainer = make_trainer(None, lambda state, batch: (state + 1, {}))
     assert trainer.train(2) == {}
