@@ -1,5 +1,6 @@
 """The data, options and last loop of a step, as trainers and evaluators hold them."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,12 @@ class Setup(OfOneProcess):
     steps_per_loop: int | None = None
     loop: Any = None  # the last loop, a `Loop` or a `strategy.loop_class`
     has_warned: bool = False  # about data that resumes or ends in an unexpected way
-    # The distributed datasets, and the nest from which they were made.
+    # The distributed datasets, and the nest from which they were made: its datasets and
+    # its structure, because the program may put another dataset into the same nest.
     _parts: Sequence[DistributedDataset] | None = None
     _nest: PyTree = None
+    _leaves: Sequence[Any] = ()
+    _structure: Any = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.loop is not None:
@@ -45,20 +49,27 @@ class Setup(OfOneProcess):
     def distribute(self, strategy: Strategy) -> Sequence[DistributedDataset]:
         """Returns the datasets distributed by a strategy, and keeps their positions."""
         layout = strategy.layout
-        before = self._parts if self._nest is self.datasets else None
+        before = self._find_parts()
         if before is not None and all(
             part.layout.of_strategy() == layout for part in before
         ):
             return before
 
-        leaves, _ = flatten_datasets(self.datasets)
+        leaves, structure = flatten_datasets(self.datasets)
         parts = [distribute(leaf, strategy) for leaf in leaves]
+        old_parts = self._parts if self._nest is self.datasets else None
+        if old_parts is not None and structure == self._structure:
+            pairs = zip(leaves, self._leaves, old_parts, parts, strict=True)
+            for leaf, old_leaf, old, new in pairs:
+                # A dataset that the user distributed is the same object before and
+                # after.
+                is_kept = leaf is old_leaf and old is not new
+                if is_kept and old.is_repositionable:
+                    new.set_state(old.get_state())
         self._parts = parts
         self._nest = self.datasets
-        # A dataset that the user distributed is the same object before and after.
-        for old, new in zip(before or (), parts, strict=False):
-            if old is not new and old.is_repositionable:
-                new.set_state(old.get_state())
+        self._leaves = leaves
+        self._structure = structure
         return parts
 
     def hold(self, strategy: Strategy) -> Sequence[DistributedDataset]:
@@ -67,10 +78,20 @@ class Setup(OfOneProcess):
         Their positions are the same under every strategy. A save may be outside of the
         strategy that trains, and must not end the loop.
         """
-        parts = self._parts
-        if parts is None or self._nest is not self.datasets:
-            return self.distribute(strategy)
-        return parts
+        parts = self._find_parts()
+        return self.distribute(strategy) if parts is None else parts
+
+    def _find_parts(self) -> Sequence[DistributedDataset] | None:
+        """Returns the distributed datasets, or `None` if the nest holds other ones."""
+        if self._parts is None or self._nest is not self.datasets:
+            return None
+        if len(self._leaves) == 1 and self._leaves[0] is self._nest:
+            return self._parts  # It may be a list of many batches, slow to flatten.
+        leaves, structure = flatten_datasets(self.datasets)
+        is_same = structure == self._structure
+        if not is_same or not all(map(operator.is_, leaves, self._leaves)):
+            return None
+        return self._parts
 
 
 def make_setup(

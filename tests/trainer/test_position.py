@@ -181,6 +181,36 @@ def test_a_trainer_that_comes_back_to_its_data_continues_in_it():
     assert [each.get_state()["source"]["index"] for each in data] == [48, 16]
 
 
+def test_a_dataset_that_is_replaced_in_a_nest_is_read():
+    def make(start):
+        x = np.arange(start, start + 8, dtype=np.float32)
+        return from_arrays({"x": x}, batch_size=1)
+
+    class Adds(armillary.StandardTrainer):
+        def __init__(self, data):
+            super().__init__(data)
+            self.total = jnp.zeros(())
+
+        def train_step(self, iterator):
+            real = next(iterator["real"])["x"].sum()
+            self.total = self.total + real + next(iterator["noise"])["x"].sum()
+
+    trainer = Adds({"real": make(1), "noise": make(10)})
+    trainer.train(1)
+    assert trainer.total == 11
+
+    trainer.train_dataset["noise"] = make(100)
+    trainer.train(1)
+
+    # The other dataset continues.
+    assert trainer.total == 11 + 2 + 100
+    indices = [state["source"]["index"] for state in trainer.get_state()]
+    assert dict(zip(sorted(trainer.train_dataset), indices, strict=True)) == {
+        "noise": 1,
+        "real": 2,
+    }
+
+
 def test_two_trainers_on_one_distributed_dataset_are_an_error(caplog):
     data = armillary.get_strategy().distribute_dataset(make_data())
     trainers = [Trainer(data), Trainer(data)]
