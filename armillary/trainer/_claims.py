@@ -7,11 +7,11 @@ evaluator claims it. Objects that share no state may run in different threads.
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from armillary.errors import StateStructureError, ThreadError
+from armillary.state._slots import Slot
 from armillary.state._walk import slots_of
 
 
@@ -23,16 +23,8 @@ class _Claim(NamedTuple):
     thread: threading.Thread
 
 
-class _Places(NamedTuple):
-    """The paths of an object's state by slot, as they were at the last search."""
-
-    owner: weakref.ref[Any]
-    paths: dict[Any, str]
-
-
 _lock = threading.RLock()
 _claims: list[_Claim] = []
-_places: dict[int, _Places] = {}
 
 
 @contextlib.contextmanager
@@ -66,12 +58,9 @@ def _check_apart(claim: _Claim, other: _Claim) -> None:
     if claim.owner is other.owner:
         _refuse(claim, other, "It is the same object.")
 
+    # A new search each time, because the program may give one object the model of the
+    # other at any time. It is needed only while two threads run steps.
     shared = _find_shared(claim.owner, other.owner)
-    if shared:
-        # The objects may hold different state now, so search again.
-        _places.pop(id(claim.owner), None)
-        _places.pop(id(other.owner), None)
-        shared = _find_shared(claim.owner, other.owner)
     if shared:
         more = f" and {len(shared) - 3} more" if shared[3:] else ""
         _refuse(claim, other, f"Both use `{'`, `'.join(shared[:3])}`{more}.")
@@ -79,25 +68,18 @@ def _check_apart(claim: _Claim, other: _Claim) -> None:
 
 def _find_shared(owner: Any, other: Any) -> list[str]:
     """Returns the paths of the state that both objects reach."""
-    own = _find_places(owner)
-    others = _find_places(other)
-    return [path for place, path in own.items() if place in others]
+    own = _find_slots(owner)
+    others = _find_slots(other)
+    return [slot.path for key, slot in own.items() if key in others]
 
 
-def _find_places(owner: Any) -> dict[Any, str]:
-    known = _places.get(id(owner))
-    if known is not None and known.owner() is owner:
-        return known.paths
-
+def _find_slots(owner: Any) -> dict[Any, Slot]:
+    """Returns the state of an object, by the key of its places."""
     try:
         slots = slots_of([(owner, "")])
     except StateStructureError:
         return {}  # The step raises it as well, with a better message.
-
-    paths = {slot.key: slot.path for slot in slots}
-    with contextlib.suppress(TypeError):  # An object without weak references.
-        _places[id(owner)] = _Places(weakref.ref(owner), paths)
-    return paths
+    return {slot.key: slot for slot in slots}
 
 
 def _refuse(claim: _Claim, other: _Claim, why: str) -> None:

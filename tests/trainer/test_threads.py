@@ -155,6 +155,17 @@ def test_a_model_that_was_replaced_is_shared_no_longer():
     assert len(trainer.errors) == 1
 
 
+def test_a_model_that_two_trainers_share_later_is_refused():
+    trainer, other = Trainer(make_model()), Evaluator(make_model())
+    _meanwhile.append(lambda: other.evaluate(-1))
+    trainer.train(2)
+    assert not trainer.errors
+
+    other.model = trainer.model
+    trainer.train(2)
+    assert len(trainer.errors) == 1
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_gives_the_trainer_back(error):
     trainer = Trainer(make_model())
