@@ -4,7 +4,6 @@ On one device, a step runs line by line: a debugger stops in the step, and `prin
 values.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,9 +35,7 @@ def run_eagerly(
     It ends with the data. If the data ends in the middle of a step, that step does not
     count, but its writes are not undone.
     """
-    # The batches of a step that runs again. The data may be unable to go back.
-    again: list[list[Any]] = [[] for _ in feed.readers]
-    while any(again) or all(reader.peek() is not None for reader in feed.readers):
+    while None not in feed.heads():
         state = State([(method.owner, "")])
         flat = FlatState(state, method.strategy)
         _move_to_devices(state, flat)
@@ -48,8 +45,7 @@ def run_eagerly(
         for number, reader in enumerate(feed.readers):
             batches: list[Any] = []
             taken.append(batches)
-            offered = itertools.chain(again[number], reader)
-            placed = _place(reader.data.gather, offered, batches)
+            placed = _place(reader.data.gather, feed.take(number), batches)
             iterators.append(StepIterator(number, placed))
 
         try:
@@ -64,12 +60,14 @@ def run_eagerly(
             return
         except NeedsRoom as need:
             need.make_room()
-            again = taken
-            continue
+            feed.give_back(taken)
+            continue  # The step runs again.
+        except Exception:
+            feed.give_back(taken)
+            raise
         finally:
             state.write(flat.homes.return_to_host(state.read()))
 
-        again = [[] for _ in feed.readers]
         check_taken(method.name, list(map(len, taken)))
         check_pieces(taken)
         # The step may have left arrays on other devices.

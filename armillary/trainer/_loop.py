@@ -299,7 +299,7 @@ class Loop:
         """Runs steps without a compiler; yields as `_run` does."""
         steps = run_eagerly(self._method, self.feed, self._structure)
         remaining = num_steps
-        with self.feed.reading(runs_steps=True):
+        with self.feed.reading():
             while remaining and (outcome := next(steps, None)) is not None:
                 result, is_end = outcome
                 if remaining > 0:

@@ -59,22 +59,28 @@ def test_eager_steps_equal_compiled_ones():
 
 def test_an_exception_leaves_the_steps_before_it():
     class Breaks(Trainer):
+        fails_at = 3
+
         def train_step(self, iterator):
             super().train_step(iterator)
-            if len(self.seen) == 3:
-                raise KeyError("batch three")
+            if len(self.seen) == self.fails_at:
+                raise KeyError("a bad batch")
 
     trainer = Breaks()
 
-    with pytest.raises(KeyError, match="batch three"):
+    with pytest.raises(KeyError, match="a bad batch"):
         trainer.train(4)
     assert trainer.seen == [0, 2, 4]
 
-    # The batch of the failed step is not lost.
+    # The batch of the failed step is not lost, also if it is the last one.
     trainer.train(1)
     assert trainer.seen == [0, 2, 4, 4]
-    trainer.train(1)
-    assert trainer.seen == [0, 2, 4, 4, 6]
+    trainer.fails_at = 5
+    with pytest.raises(KeyError, match="a bad batch"):
+        trainer.train(1)
+    trainer.train(9)
+    assert trainer.seen == [0, 2, 4, 4, 6, 6]
+    assert trainer.data_exhausted
 
 
 @pytest.mark.parametrize("compile_step", [True, False])

@@ -6,6 +6,7 @@ Only `commit` moves the positions that datasets report. If batches are lost befo
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -49,6 +50,9 @@ class Feed(Generic[T]):
         self._prefetch = 0
         self.queue: Peekable[T] | None = None  # The chunks, after the first read.
         self._is_cut_off = False
+        # Batches that a step in Python took before it failed. They come first again,
+        # because the data may be unable to go back.
+        self._returned: list[deque[Piece]] = [deque() for _ in self.readers]
         self.offset = 0  # The number of steps of the current chunk that were used.
         self.is_started = False
         self.is_closed = False
@@ -85,9 +89,34 @@ class Feed(Generic[T]):
         if self.is_closed:
             return [None] * len(self.readers)
         with self._peers.announcing_errors(), self.reading():
-            batches = [reader.peek() for reader in self.readers]
+            batches = self.heads()
         self.note_ends()
         return batches
+
+    def heads(self) -> list[Piece | None]:
+        """Returns the next batch of each dataset, or None at its end."""
+        heads: list[Piece | None] = []
+        for returned, reader in zip(self._returned, self.readers, strict=True):
+            heads.append(returned[0] if returned else reader.peek())
+        return heads
+
+    def take(self, index: int) -> Iterator[Piece]:
+        """Yields the next batches of a dataset, for a step in Python."""
+        reader = self.readers[index]
+        returned = self._returned[index]
+        while returned:
+            piece = returned.popleft()
+            reader.position = piece.position
+            yield piece
+        # Not `yield from`, which closes the reader when the step drops this generator.
+        for piece in reader:
+            yield piece
+
+    def give_back(self, taken: Sequence[Sequence[Piece]]) -> None:
+        """Returns the batches that a step took from each dataset before it failed."""
+        for index, reader in enumerate(self.readers):
+            self._returned[index].extendleft(reversed(taken[index]))
+            reader.position = reader.used
 
     def next_chunk(self) -> T | None:
         """Returns the chunk that holds the next step, at `offset`; None at the end."""
@@ -191,6 +220,8 @@ class Feed(Generic[T]):
             self.queue.close()
         self.queue = None
         self.offset = 0
+        for returned in self._returned:
+            returned.clear()
         if not self._peers.is_alone:
             # The answers that were exchanged describe the chunk we dropped, so discard
             # them.
@@ -221,20 +252,14 @@ class Feed(Generic[T]):
         _close(self.readers, _CLOSE_TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
-    def reading(self, *, runs_steps: bool = False) -> Iterator[None]:
-        """Returns a context in which this thread reads, and Ctrl-C may lose batches.
-
-        With `runs_steps`, steps run in this context as well, and any error of a step
-        may lose the batches of this step.
-        """
+    def reading(self) -> Iterator[None]:
+        """Returns a context in which this thread reads, and Ctrl-C may lose batches."""
         self._recover()
         self._is_cut_off = True
         try:
             yield
         except Exception:
-            # After an error of the data, each later read raises the error again. After
-            # an error of a step, its batches are read again if the data can go back.
-            self._is_cut_off = runs_steps and self.is_repositionable
+            self._is_cut_off = False  # Each later read raises the error again.
             raise
         self._is_cut_off = False
 
@@ -261,7 +286,8 @@ class Feed(Generic[T]):
             is_used = reader.used is reader.position
             if not is_used:
                 self.with_leftovers.add(index)
-            if reader.has_ended and (with_rest or is_used):
+            has_ended = reader.has_ended and not self._returned[index]
+            if has_ended and (with_rest or is_used):
                 reader.position = replace(reader.position, is_exhausted=True)
                 reader.used = reader.position
 
