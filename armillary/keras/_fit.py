@@ -134,17 +134,17 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
             copy_generated(bound.arguments)
         args = bound.args
         kwargs = bound.kwargs
-    if strategy is None or keras.distribution.distribution() is not None:
+    # In the `fit` of a model, a callback may run another model, on the same devices.
+    is_inside = keras.distribution.distribution() is not None
+    if is_inside:
+        strategy = _get_running_strategy()
+    _forget_functions_for_others(model, strategy)
+    if is_inside or strategy is None:
         return method(*args, **kwargs)
 
     if not strategy.layout.peers.is_alone:
         _check_same(strategy.layout.peers, model, name)
     _warn_of_operations(strategy)
-    if _made_for.get(model) is not strategy:
-        # Keras would keep functions that were made for other devices.
-        for function in _FUNCTIONS:
-            setattr(model, function, None)
-    _made_for[model] = strategy
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(strategy.leave_program_mesh())
@@ -155,6 +155,18 @@ def _around_run(method: Any, model: Any, args: Any, kwargs: Any, name: str) -> A
             if name == "fit":
                 stack.enter_context(steps.fitting())
         return method(*args, **kwargs)
+
+
+def _forget_functions_for_others(model: Any, strategy: "Strategy | None") -> None:
+    """Removes functions that were made for other devices; Keras would keep them."""
+    if _made_for.get(model) is strategy:
+        return
+    for function in _FUNCTIONS:
+        setattr(model, function, None)
+    if strategy is None:
+        del _made_for[model]
+    else:
+        _made_for[model] = strategy
 
 
 def _schedule_steps(model: Any, strategy: ParameterServerStrategy) -> "ScheduledSteps":
@@ -314,9 +326,14 @@ def _check_same(peers: Peers, model: Any, name: str) -> None:
 
 
 def _is_running_here() -> bool:
+    return _get_running_strategy() is not None
+
+
+def _get_running_strategy() -> "Strategy | None":
+    """Returns the strategy on whose devices a model runs now, if there is one."""
     import keras
 
-    return getattr(keras.distribution.distribution(), "is_of_strategy", False)
+    return getattr(keras.distribution.distribution(), "of_strategy", None)
 
 
 def _place(model: Any) -> None:
@@ -362,7 +379,7 @@ def _make_distribution(strategy: "Strategy") -> Any:
     class StrategyDistribution(base):
         """Divides batches if the devices can share them equally; moves no variables."""
 
-        is_of_strategy = True
+        of_strategy = strategy
 
         def divide(self, shape: tuple[int, ...]) -> NamedSharding:
             if strategy.split is not None:

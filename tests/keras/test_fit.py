@@ -131,6 +131,37 @@ def test_a_model_made_in_a_scope_may_be_compiled_outside(problem, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_made_inside", [True, False])
+def test_a_callback_of_fit_runs_another_model(problem, keras, is_made_inside):
+    strategy = STRATEGIES["mirrored"]()
+    with strategy.scope() if is_made_inside else contextlib.nullcontext():
+        other = problem.make_model("sequential")
+    with strategy.scope():
+        model = problem.make_model("sequential")
+    predicted = []
+
+    def predict(epoch, logs):
+        predicted.append(other.predict(problem.x[:8], verbose=0))
+
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=predict)]
+    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "callbacks": callbacks}
+    model.fit(problem.x[:32], problem.y[:32], **options)
+    predicted.append(other.predict(problem.x[:8], verbose=0))
+    for found in predicted[1:]:
+        np.testing.assert_allclose(found, predicted[0], rtol=1e-5)
+
+
+def test_a_model_made_outside_runs_as_before_after_a_scope(problem):
+    model = problem.make_model("sequential")
+    arrays = (problem.x[:16], problem.y[:16])
+    with STRATEGIES["mirrored"]().scope():
+        model.train_on_batch(*arrays)
+        in_scope = model.train_function
+    model.train_on_batch(*arrays)
+    assert model.train_function is not in_scope
+
+
+@pytest.mark.slow
 def test_single_batches_run_on_all_devices(problem):
     with STRATEGIES["mirrored"]().scope():
         model, other = problem.make_model(), problem.make_model()
