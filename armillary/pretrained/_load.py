@@ -110,10 +110,12 @@ def load(
 
         def read(names: Sequence[str]) -> dict[str, Any]:
             new: dict[str, Any] = {}
+            # In parts, an earlier part may have replaced arrays. A note says so.
+            outcome = _NOTHING if len(names) == len(taken) else ""
             with announcing_errors():
                 for name in names:
                     leaf = arrays.by_path[name]
-                    with naming_casts(name, _NOTHING):
+                    with naming_casts(name, outcome):
                         new[name] = _read(cast_to(taken[name], leaf), leaf)
             # No process may keep its old values if the others have the new ones.
             peers.gather("the values of safetensors", json.dumps(len(new)))

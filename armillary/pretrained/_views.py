@@ -154,10 +154,11 @@ def naming_casts(name: str, outcome: str) -> Iterator[None]:
     try:
         yield
     except OverflowError as error:
-        raise CheckpointMismatchError(
+        message = (
             f"`{name}` cannot be cast: {error}. Use a dtype with the range of these "
             f"values, such as `bfloat16` instead of `float16`. {outcome}"
-        ) from error
+        )
+        raise CheckpointMismatchError(message.rstrip()) from error
 
 
 def _largest(dtype: np.dtype) -> float:

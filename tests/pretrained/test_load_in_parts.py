@@ -7,6 +7,7 @@ import pytest
 
 from armillary import pretrained
 from armillary.checkpoint import _room
+from armillary.errors import CheckpointMismatchError
 from armillary.pretrained import _load
 
 NUM_ARRAYS = 16
@@ -67,3 +68,16 @@ def test_an_error_in_between_deletes_what_was_replaced(live_bytes, monkeypatch):
     assert "deleted" in caught.value.__notes__[0]
     deleted = [name for name, array in model.items() if array.is_deleted()]
     assert deleted == [f"layer_{i}" for i in range(4)]
+
+
+def test_a_value_that_does_not_fit_in_a_later_part_does_not_say_nothing_was_loaded(
+    live_bytes,
+):
+    model = {f"layer_{i}": jnp.zeros(SHAPE, jnp.float16) for i in range(NUM_ARRAYS)}
+    tensors = make_tensors()
+    tensors["old.9"][0, 0] = 1e30
+    with pytest.raises(CheckpointMismatchError, match="`layer_9` cannot be") as caught:
+        pretrained.load(model, tensors, NAMES, cast=True)
+
+    assert "Nothing was loaded" not in str(caught.value)
+    assert "deleted" in caught.value.__notes__[0]
