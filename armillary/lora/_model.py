@@ -123,9 +123,9 @@ def merge(model: _Model) -> _Model:
     The copy consists of plain layers, to be exported or served. `model` keeps its
     adapters and its base, so nothing needs to be subtracted to train on. Each merged
     weight is a new array with the dtype and the sharding of the old one. So in
-    `bfloat16`, it is rounded, and the outputs may differ a little. The two models share
-    all other arrays: if you train arrays other than the adapters, merge again
-    afterwards.
+    `bfloat16`, it is rounded, and the outputs may differ a little. Batch statistics and
+    random keys are copied. The two models share all other parameters: if you train
+    parameters other than the adapters, merge again afterwards.
 
     In a job of several processes, all of them must call it.
 
@@ -151,7 +151,21 @@ def merge(model: _Model) -> _Model:
             weight = _add_product(layer, variable.get_value(), axes)
             variable.set_value(weight)
         detach(layer)
+    _copy_other_arrays(merged)
     return merged
+
+
+def _copy_other_arrays(model: nnx.Module) -> None:
+    """Gives a model its own batch statistics and random keys.
+
+    Training changes them without an optimizer, and donates the old arrays to the step.
+    A clone shares these arrays, so it would lose them.
+    """
+    walk = Walk([(model, "")])
+    for slot in walk.slots.values():
+        if not slot.is_parameter():
+            with without_program_mesh():
+                slot.write([array.copy() for array in slot.read()])
 
 
 def remove(model: nnx.Module) -> None:

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -171,3 +172,29 @@ def test_a_base_that_is_trained_by_mistake_is_refused_at_the_first_save(tmp_path
     with pytest.raises(CheckpointError, match="trainer/model/last/kernel"):
         manager.save(2)
     manager.close()
+
+
+class Normalized(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.last = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(x))
+
+
+@pytest.mark.slow
+def test_a_merged_model_keeps_its_statistics_while_training_continues():
+    trainer = make_trainer()
+    trainer.model = Normalized()
+    armillary.lora.add(trainer.model, rank=2, where="kernel", rngs=nnx.Rngs(1))
+    adam = optax.adam(0.02)
+    trainer.optimizer = nnx.Optimizer(trainer.model, adam, wrt=nnx.LoRAParam)
+    trainer.train(2)
+    merged = armillary.lora.merge(trainer.model)
+    merged.eval()
+    x = np.ones((2, 16), "float32")
+    expected = np.array(merged(x))
+    trainer.train(2)
+    np.testing.assert_array_equal(merged(x), expected)
