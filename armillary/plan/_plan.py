@@ -219,6 +219,8 @@ def _make(loop: DescribedLoop, devices: Topology, *, abstract: bool) -> Plan:
         found.host_transfers = traffic.host_transfers
         found.compile_seconds = compiled.seconds
         found.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
+        # A mesh of one axis may be of a `MirroredStrategy` or of a `ShardedStrategy`.
+        is_divided=loop.split is not None,
         found.peak = find_peak(compiled.report, compiled.text)
     return found
 

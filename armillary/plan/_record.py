@@ -89,6 +89,7 @@ class Plan:
             dtype. They are counted in the traced program, so operations that a compiler
             repeats count once. Under `ShardedStrategy`, an equal share of the
             operations of the step.
+        is_divided: True if the compiler divides the step, as under `ShardedStrategy`.
         is_abstract: True if nothing was compiled.
         accumulate_steps: Parts in which a step takes its batch.
         num_groups: The number of groups of devices with slow links between them: slices
@@ -113,6 +114,7 @@ class Plan:
     state_bytes: int
     held_bytes: int
     flops: dict[str, float]
+    is_divided: bool = False
     is_abstract: bool = True
     accumulate_steps: int = 1
     num_groups: int = 1
@@ -138,11 +140,6 @@ class Plan:
     def num_replicas(self) -> int:
         """The number of replicas; one if the compiler divides the step."""
         return 1 if self.is_divided else math.prod(self.mesh.values())
-
-    @property
-    def is_divided(self) -> bool:
-        """True if the compiler divides the step, as under `ShardedStrategy`."""
-        return len(self.mesh) > 1
 
     @property
     def slow_bytes(self) -> int:

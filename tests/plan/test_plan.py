@@ -149,6 +149,15 @@ def test_each_device_has_a_part_of_a_sharded_state():
     trainer.train(2)
 
 
+def test_a_step_is_divided_on_a_mesh_of_one_axis():
+    trainer = make_sharded(mesh=jax.make_mesh((8,), ("fsdp",)))
+    found = plan(trainer, 64, abstract=True)
+    assert (found.mesh, found.num_replicas) == ({"fsdp": 64}, 1)
+    work = 2 * found.global_batch * (2 * 64 * 128 + 3 * 128 * 10)
+    assert found.flops == {"float32": work / 64}
+    assert "not known before a compiler divides the step" in str(found)
+
+
 def test_devices_that_a_mesh_does_not_divide_are_an_error():
     trainer = make_sharded(mesh={"fsdp": 4, "tensor": 2})
     message = r"12 devices to plan for, which `mesh` does not divide: it has 4 al"
