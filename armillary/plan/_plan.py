@@ -77,8 +77,9 @@ def plan(
         TypeError: If `trainer` is not a `StandardTrainer`, and makes none.
         ValueError: If `topology` describes no devices, its slices or hosts are not the
             groups of the strategy's `dcn`, or the strategy is for one device. Also if
-            `find_batch` or `variants` is combined with `abstract`, if a batch is chosen
-            for a trainer without data, or if `variants` has an unknown option.
+            `find_batch` or `variants` is combined with `abstract`, if `find_batch` is
+            set for devices whose memory is not known, if a batch is chosen for a
+            trainer without data, or if `variants` has an unknown option.
         PlanError: If there is no compiler for the devices, or it fails.
     """
     check_one_of("find_batch", find_batch, (True, False))
@@ -96,6 +97,8 @@ def plan(
         )
     _check_variants(variants, abstract=abstract)
     devices = parse_topology(topology, target, abstract=abstract)
+    if find_batch:
+        _check_memory_is_known(devices)
     with planning():
         planned, of_controller = _find_trainer(trainer)
         steps_per_loop = steps_per_loop or of_controller
@@ -136,6 +139,18 @@ def plan(
 
 def _find_trainer(trainer: Any) -> tuple[StandardTrainer, int | None]:
     """Returns a trainer, and the steps in a loop if there is a controller.
+def _check_memory_is_known(devices: Topology) -> None:
+    """Raises if nothing says how much memory a device has, so every batch would fit."""
+    target = devices.target
+    if target is None or target.memory_bytes is None:
+        raise ValueError(
+            f"`find_batch` is True, but the memory of a device of {devices.text!r} is "
+            "not known, so no batch is too large. Plan for devices such as "
+            '`"h100:1x8"`, or describe the memory: `target=armillary.plan.Target('
+            'name="mine", platform="cpu", memory_bytes=64e9)`.'
+        )
+
+
 
     The trainer is made now if a function makes it.
     """

@@ -279,6 +279,11 @@ def test_a_missing_compiler_is_an_error_that_says_how_to_get_it(tmp_path, monkey
         )
 
 
+def test_a_search_for_a_batch_needs_the_memory_of_a_device():
+    with pytest.raises(ValueError, match=r"`find_batch` is True.*'cpu:4'.*`target="):
+        plan(make_trainer, "cpu:4", find_batch=True)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 5, 63, 64, 65, 1000])
 def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit):
     found = find_largest(64, limit >= 64, lambda size: size <= limit)

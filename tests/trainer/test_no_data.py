@@ -242,7 +242,7 @@ def test_a_step_without_data_can_be_planned():
     assert (found.global_batch, found.num_replicas) == (0, 8)
     assert "none: the steps make their own data" in str(found)
     for topology, options in (
-        ("cpu:8", {"find_batch": True}),
+        ("v5e:2x4", {"find_batch": True}),
         (8, {"per_replica_batch": 4, "abstract": True}),
     ):
         with pytest.raises(ValueError, match="`train_dataset` of the trainer is None"):
