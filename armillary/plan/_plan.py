@@ -133,12 +133,12 @@ def plan(
         found.variants = tuple(compared)
         if find_batch:
             fits_now = bool(found.fits)
-            found.largest_batch = find_largest(found.per_replica_batch, fits_now, fits)
+            found.largest_batch = find_largest(
+                found.per_replica_batch, fits_now, fits, unit=found.accumulate_steps
+            )
     return found
 
 
-def _find_trainer(trainer: Any) -> tuple[StandardTrainer, int | None]:
-    """Returns a trainer, and the steps in a loop if there is a controller.
 def _check_memory_is_known(devices: Topology) -> None:
     """Raises if nothing says how much memory a device has, so every batch would fit."""
     target = devices.target
@@ -151,6 +151,8 @@ def _check_memory_is_known(devices: Topology) -> None:
         )
 
 
+def _find_trainer(trainer: Any) -> tuple[StandardTrainer, int | None]:
+    """Returns a trainer, and the steps in a loop if there is a controller.
 
     The trainer is made now if a function makes it.
     """
@@ -217,6 +219,8 @@ def _make(loop: DescribedLoop, devices: Topology, *, abstract: bool) -> Plan:
         state_bytes=loop.state_bytes,
         held_bytes=loop.held_bytes,
         flops=flops,
+        # A mesh of one axis may be of a `MirroredStrategy` or of a `ShardedStrategy`.
+        is_divided=loop.split is not None,
         is_abstract=abstract,
         accumulate_steps=loop.num_parts,
         num_groups=math.prod(loop.dcn.values()),
@@ -234,8 +238,6 @@ def _make(loop: DescribedLoop, devices: Topology, *, abstract: bool) -> Plan:
         found.host_transfers = traffic.host_transfers
         found.compile_seconds = compiled.seconds
         found.memory = Memory(**compiled.memory, batches_ahead=loop.chunk_bytes)
-        # A mesh of one axis may be of a `MirroredStrategy` or of a `ShardedStrategy`.
-        is_divided=loop.split is not None,
         found.peak = find_peak(compiled.report, compiled.text)
     return found
 
@@ -250,27 +252,32 @@ def _compare(
         return Variant(dict(options), None, str(error))
 
 
-def find_largest(size: int, is_small: bool, fits: Callable[[int], bool]) -> int:
+def find_largest(
+    size: int, is_small: bool, fits: Callable[[int], bool], *, unit: int = 1
+) -> int:
     """Returns the largest batch that fits, to an eighth; 0 for none.
 
     Args:
         size: The batch to begin with.
         is_small: True if this batch fits.
         fits: Returns whether another batch fits.
+        unit: The batches to try are multiples of it. A step that takes its batch in
+            parts cannot take a batch that does not divide into them.
     """
-    # The largest batch that is known to fit, and the smallest that does not.
+    # The largest batch that is known to fit, and the smallest that does not, in units.
     low = 0
-    high = size
+    high = math.ceil(size / unit)
     if is_small:
-        low = size
-        high = 2 * size
-        while fits(high):
+        low = size // unit
+        high = 2 * high
+        while fits(high * unit):
             low = high
             high = 2 * high
     while high - low > max(1, int(low * _FINE_ENOUGH)):
         middle = (low + high) // 2
-        if fits(middle):
+        if fits(middle * unit):
             low = middle
         else:
             high = middle
-    return low
+    # Under a `ShardedStrategy`, the first batch may be smaller than a unit.
+    return max(low * unit, size if is_small else 0)

@@ -290,6 +290,19 @@ def test_the_search_for_a_batch_ends_within_an_eighth_of_the_limit(limit):
     assert found <= limit <= found + max(0, found // 8)
 
 
+@pytest.mark.parametrize("limit", [0, 7, 8, 36, 64, 100])
+def test_the_search_for_a_batch_keeps_it_divisible_into_parts(limit):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = find_largest(64, limit >= 64, fits, unit=8)
+    assert all(size % 8 == 0 for size in [*tried, found])
+    assert found <= limit < found + max(8, found // 8 + 8)
+
+
 def test_a_plan_is_a_table_and_json():
     found = plan(make_trainer(), "v5e:16x16", abstract=True)
     table = str(found)
