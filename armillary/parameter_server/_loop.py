@@ -14,7 +14,6 @@ from armillary.errors import OutOfRangeError
 from armillary.typing import Output, PyTree
 
 if TYPE_CHECKING:
-    from armillary.distribute._strategy import Strategy
     from armillary.parameter_server._strategy import ParameterServerStrategy
 
 # The options of a trainer that do not work on workers.
@@ -76,8 +75,11 @@ class AsynchronousLoop:
             "(`controller.train(steps)`)."
         )
 
-    def serves(self, datasets: PyTree, strategy: "Strategy") -> bool:
-        return self._datasets is datasets and self._strategy is strategy
+    def serves(self, datasets: PyTree, strategy: "ParameterServerStrategy") -> bool:
+        # `shutdown` ends the coordinator of this loop; the next loop makes another one.
+        is_up = strategy.coordinator is self._coordinator
+        is_same = self._datasets is datasets and self._strategy is strategy
+        return is_same and is_up
 
     def run(self, num_steps: int) -> int:
         coordinator = self._coordinator

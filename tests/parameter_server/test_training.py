@@ -168,3 +168,13 @@ def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
     assert 4 <= int(trainer.optimizer.step[...]) <= 8
     with pytest.raises(ValueError, match="`epochs` is 2, but workers of a `Param"):
         trainer.begin_epoch(2)
+
+
+def test_a_trainer_starts_workers_again_after_shutdown(make_coordinator, problem):
+    coordinator = make_coordinator(num_workers=1, num_ps=1)
+    trainer = Trainer(coordinator.strategy, problem.make_data())
+    trainer.train(2)
+    coordinator.shutdown()
+    trainer.train(2)
+    assert int(trainer.optimizer.step[...]) == 4
+    coordinator.strategy.coordinator.shutdown()
