@@ -136,12 +136,12 @@ class ScheduledSteps:
         num_steps = 1 if self.iterator is None else self.iterator.steps_per_execution
         taken = itertools.islice(itertools.chain([first], batches), num_steps)
         begun: deque[RemoteValue] = deque()
-        for batch in taken:
-            begun.append(self._schedule(batch))
-            if len(begun) > self._most_begun:
-                oldest = begun.popleft()
-                wait([oldest.future])
-        self._coordinator.join()
+        with self._coordinator.joining():
+            for batch in taken:
+                begun.append(self._schedule(batch))
+                if len(begun) > self._most_begun:
+                    oldest = begun.popleft()
+                    wait([oldest.future])
 
         return dict(self._step.model.get_metrics_result()), self._step.values()
 

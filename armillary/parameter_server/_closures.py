@@ -38,7 +38,7 @@ from armillary.state._holders import captured, is_claimed
 from armillary.state._lift import State, as_array
 from armillary.typing import PyTree
 
-_WHY = "another scheduled call failed. `schedule` and `join` raise its error"
+ANOTHER_FAILED = "another scheduled call failed. `schedule` and `join` raise its error"
 
 
 class RemoteValue:
@@ -176,7 +176,7 @@ class Closure:
         with contextlib.suppress(InvalidStateError):
             self.value.future.set_exception(error)
 
-    def cancel(self, why: str = _WHY) -> None:
+    def cancel(self, why: str = ANOTHER_FAILED) -> None:
         """Sets an error that says why the call did not run."""
         message = f"This call of `{self.task.name}` did not run, because {why}."
         self.fail(ClosureCancelledError(message))

@@ -1,8 +1,9 @@
 """Schedules functions on workers."""
 
+import contextlib
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from armillary._shorten import shorten
 from armillary.data.sources._libraries import as_source
 from armillary.distribute.program._function import warn_if_compiled_often
 from armillary.distribute.program._keys import argument_key, code_of, identity_of
+from armillary.errors import PSUnavailableError
 from armillary.parameter_server._closures import (
     RemoteValue,
     ScheduledTask,
@@ -153,6 +155,24 @@ class ClusterCoordinator:
             servers.revive(self._variables.put_all)
             self._variables.put_changed(servers.actors)
             self._variables.fetch(servers.actors)
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Joins at the end of a `with` statement, also if an error or Ctrl-C ends it.
+
+        After an error, the calls that have not begun are cancelled. The program may
+        handle the error and schedule calls again. So its variables get the changes of
+        all calls that ran, and no call of this statement runs later.
+        """
+        try:
+            yield
+            self.join()
+        except PSUnavailableError:
+            raise  # The values on the other servers are of no use.
+        except BaseException:
+            self._scheduler.drop("the program was interrupted")
+            self.join()
+            raise
 
     def done(self) -> bool:
         """Returns whether every scheduled call has ended.

@@ -1,5 +1,6 @@
 """The loop of a trainer under `ParameterServerStrategy`: single steps on workers."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -84,12 +85,10 @@ class AsynchronousLoop:
     def run(self, num_steps: int) -> int:
         coordinator = self._coordinator
         coordinator.take_statistics()
-        try:
+        # A worker whose data has ended raises this error.
+        with contextlib.suppress(OutOfRangeError), coordinator.joining():
             for _ in range(num_steps):
                 coordinator.schedule(self._step, args=(self._iterators,))
-            coordinator.join()
-        except OutOfRangeError:
-            coordinator.join()
         return coordinator.statistics.num_calls
 
     def add_staleness(self, output: Output) -> Output:

@@ -11,6 +11,7 @@ from typing import Any
 from armillary._logging import logger
 from armillary._optional import import_ray
 from armillary.parameter_server._closures import (
+    ANOTHER_FAILED,
     Closure,
     RemoteValue,
     ScheduledTask,
@@ -148,6 +149,16 @@ class Scheduler:
             self._error = None
         if error is not None:
             raise error
+
+    def drop(self, why: str) -> None:
+        """Cancels calls that have not begun, waits for the others, drops their error.
+
+        `why` is the reason for callers that ask for the result of a cancelled call.
+        """
+        with self._changed:
+            self._cancel_queue(why)
+            self._changed.wait_for(self.is_done)
+            self._error = None
 
     def stop(self) -> None:
         """Ends the actors and threads; calls that have not ended are cancelled."""
@@ -391,9 +402,9 @@ class Scheduler:
             self._error = error
         self._cancel_queue()
 
-    def _cancel_queue(self) -> None:
+    def _cancel_queue(self, why: str = ANOTHER_FAILED) -> None:
         for closure in self._queue:
-            closure.cancel()
+            closure.cancel(why)
             self._open.pop(closure.number, None)
         self._queue.clear()
 

@@ -158,6 +158,49 @@ def test_a_controller_continues_after_a_lost_server(
     assert (tmp_path / "checkpoint_40").exists()
 
 
+class FailsOnce(Trainer):
+    """A trainer whose step fails on the first worker that finds no file."""
+
+    path = None
+
+    def train_step(self, iterator):
+        if not self.path.exists():
+            self.path.touch()
+            raise ArithmeticError("the first step")
+        super().train_step(iterator)
+
+
+def test_training_continues_after_an_error_in_a_step(coordinator, problem, tmp_path):
+    trainer = FailsOnce(coordinator.strategy, problem.make_data())
+    trainer.path = tmp_path / "flag"
+    controller = make_controller(trainer, tmp_path / "run", 10)
+    with pytest.raises(ArithmeticError, match="the first step"):
+        controller.train(20)
+    controller.train(20)
+    assert int(trainer.optimizer.step[...]) == 20
+
+
+def test_training_continues_after_an_interrupt(
+    coordinator, problem, tmp_path, monkeypatch
+):
+    trainer = Trainer(coordinator.strategy, problem.make_data())
+    controller = make_controller(trainer, tmp_path, 10)
+    join = coordinator.join
+    interrupts = [KeyboardInterrupt]
+
+    def join_later():
+        if interrupts:
+            raise interrupts.pop()
+        join()
+
+    monkeypatch.setattr(coordinator, "join", join_later)
+    with pytest.raises(KeyboardInterrupt):
+        controller.train(20)
+    assert coordinator.done()
+    controller.train(20)
+    assert int(trainer.optimizer.step[...]) == 20
+
+
 def test_batches_of_a_source_are_dealt_to_workers(coordinator, problem):
     """Two workers take five batches each; then the data has ended."""
     data = problem.make_data(repeat=False)
