@@ -252,7 +252,7 @@ def test_a_replaced_evaluation_step_runs():
             next(iterator)
             self.count = self.count + 1
 
-        def eval_end(self):
+        def eval_end(self, *_):
             return {"count": self.count}
 
     def eval_step(self, iterator):
