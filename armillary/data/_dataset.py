@@ -406,11 +406,8 @@ class DistributedDataset(OfOneProcessOnceUsed):
 
         # Between two passes, no pipeline has examples left to read, however many there
         # are. The places where the old pipelines ended mean nothing to the new ones.
-        places = {(part["epoch"], part["exhausted"]) for part in states}
-        are_between = all(
-            part["exhausted"] or part["source"] is None for part in states
-        )
-        if not are_between or len(places) > 1:
+        places = {(part.get("epoch"), part.get("exhausted")) for part in states}
+        if len(places) > 1 or not all(map(_is_between_passes, states)):
             raise DatasetStateError(
                 f"`state` holds the positions of {len(states)} input pipelines, but "
                 f"the program has {len(pipelines)}. Each of them reads data of its own "
@@ -423,3 +420,9 @@ class DistributedDataset(OfOneProcessOnceUsed):
                 "checkpoint."
             )
         return states[0] | {"source": None}
+
+
+def _is_between_passes(state: dict[str, Any]) -> bool:
+    """Returns whether a saved position of one pipeline is at the end of a pass."""
+    has_begun_none = "source" in state and state["source"] is None
+    return has_begun_none or state.get("exhausted", False)

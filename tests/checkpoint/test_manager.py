@@ -66,7 +66,7 @@ def test_a_second_manager_leaves_the_save_that_the_first_still_writes(
     first.save(1)
     thread = threading.Thread(target=second.save, args=(2,))
     thread.start()
-    thread.join(0.5)  # It would remove the folder by now.
+    time.sleep(0.5)  # It would remove the folder by now.
     may_end.set()
     thread.join()
     first.sync()
