@@ -22,7 +22,7 @@ from armillary.distribute.program._step_iterator import (
 from armillary.distribute.program._trace import explained
 from armillary.distribute.replica._context import lifted
 from armillary.state._lift import State
-from armillary.trainer._returned_metrics import NeedsRoom
+from armillary.trainer._needs_room import NeedsRoom
 from armillary.trainer._step_method import StepMethod
 from armillary.typing import PyTree
 

@@ -16,6 +16,7 @@ import numpy as np
 from armillary._checks import check_methods
 from armillary.state._slots import Trait, describe, join_keys, with_trait
 from armillary.trainer._hook_code import without_python
+from armillary.trainer._needs_room import NeedsRoom
 from armillary.typing import Batch, Output
 
 if TYPE_CHECKING:
@@ -24,20 +25,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 # Enough for 16 plain metrics. A step with more is traced again, once.
 _FIRST_ROOM = 16 * 66
-
-
-class NeedsRoom(BaseException):
-    """A step returned more metrics than there is room for.
-
-    It is not an `Exception`, so the user's handlers do not catch it.
-    """
-
-    def __init__(self, metrics: "ReturnedMetrics", num_integers: int) -> None:
-        self._metrics = metrics
-        self._num_integers = num_integers
-
-    def make_room(self) -> None:
-        self._metrics.make_room(self._num_integers)
 
 
 def with_room_for_metrics(run: Callable[[], _Result]) -> _Result:
@@ -160,7 +147,7 @@ class ReturnedMetrics:
         self.seen.note(spec, batch)
         room = self.counts[...].shape[1]
         if spec.num_integers > room:
-            raise NeedsRoom(self, spec.num_integers)
+            raise NeedsRoom(lambda: self.make_room(spec.num_integers))
 
         # `read_totals` expects the plain metrics first.
         if plain:
